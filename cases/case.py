@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Literal
 
 from ..reference.config import ModelConfig, load_config
@@ -19,12 +20,13 @@ class Case:
     id             names it everywhere; the seed comes from it, so reordering and sharding never change data.
     family         generator in `cases/families.py`; params are its parameters.
     lengths        tokens of each request.
-    mode           prefill: one step. chunked: steps of `chunk` tokens. decode: all but the last `decode_tokens` in one step,
-                   then one token a step. resume: the first `chunk` tokens in one step (as another request's prefix hit would
-                   have left them), the rest in a second.
+    mode           prefill: one step. chunked: steps of `chunk` tokens. decode: all but the last `decode_tokens` in one
+                   step, then one token a step. resume: the first `chunk` tokens in one step (as another request's
+                   prefix hit would have left them), the rest in a second.
     rows           query tokens compared in all; 0 compares every one. In decode mode the decoded tokens are the rows.
-    pooled_prefix  entries at the start of each request that are given pooled, for histories too long to pool from tokens.
-    page_stride    bytes between pages beyond the payload are poison; 0 means none.
+    layers         layers that run by default, each with its own weights and data; all of one kind.
+    pooled_prefix  entries at the start of each request that are given pooled, for histories too long to pool.
+    spare_pages    pages of the pool that no request owns; they hold poison.
     model          shipped config or path of a config.json; `overrides` replaces single values (a shrunk case uses it).
     profiles       which profiles run it.   says: what it is for, in a line.
     """
@@ -36,6 +38,7 @@ class Case:
     chunk: int = 2049
     decode_tokens: int = 8
     rows: int = 32
+    layers: tuple[int, ...] = (2, 14, 28, 42)
     pooled_prefix: int = 0
     shuffled_pages: bool = True
     spare_pages: int = 5
@@ -48,8 +51,6 @@ class Case:
 
     @property
     def config(self) -> ModelConfig:
-        from dataclasses import replace
-
         return replace(load_config(self.model), **self.overrides)
 
     def seed(self, layer: int) -> int:
@@ -65,8 +66,13 @@ class Case:
             for number in range(max(map(len, cuts)))
         )
 
+    def prefix_tokens(self, length: int) -> int:
+        """Tokens of a request of `length` that are given as pooled entries; 0 if it has no more tokens than those."""
+        tokens = self.pooled_prefix * 4
+        return tokens if tokens < length else 0
+
     def _cuts(self, length: int) -> list[tuple[int, int]]:
-        start = self.pooled_prefix * 4
+        start = self.prefix_tokens(length)
         if self.mode == "prefill":
             edges = [start, length]
         elif self.mode == "chunked":
@@ -74,9 +80,9 @@ class Case:
         elif self.mode == "decode":
             edges = [start, *range(max(start + 1, length - self.decode_tokens), length + 1)]
         else:
-            edges = [start, min(self.chunk, length), length]
+            edges = [start, max(start, min(self.chunk, length)), length]
         edges = sorted(set(edges))
-        return list(zip(edges, edges[1:], strict=False))
+        return list(pairwise(edges))
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
@@ -86,8 +92,10 @@ class Case:
         raw = json.loads(text)
         unknown = set(raw) - set(cls.__dataclass_fields__)
         if unknown:
-            raise ValueError(f"a case has no field {', '.join(sorted(unknown))}; fields are {', '.join(cls.__dataclass_fields__)}")
-        for name in ("lengths", "profiles"):
+            raise ValueError(
+                f"a case has no field {', '.join(sorted(unknown))}; fields are {', '.join(cls.__dataclass_fields__)}"
+            )
+        for name in ("lengths", "layers", "profiles"):
             if name in raw:
                 raw[name] = tuple(raw[name])
         return cls(**raw)
