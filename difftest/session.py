@@ -71,7 +71,7 @@ def _code(verdict: Verdict) -> int:
 
 def plan(request: Request) -> tuple[runner.Plan, Policy]:
     """Looks up every name. ValueError with the nearest names for an unknown case, path, layer, profile or policy."""
-    cases = [_case(name) for name in request.cases] if request.cases else _profile(request.profile)
+    cases = [find_case(name) for name in request.cases] if request.cases else _profile(request.profile)
     cases = [replace(case, base_seed=case.base_seed + request.seed) for case in cases]
     default = runner.GPU_PATHS if request.device == "cuda" else runner.DEFAULT_PATHS
     paths = list(request.paths) or list(default)
@@ -85,7 +85,8 @@ def plan(request: Request) -> tuple[runner.Plan, Policy]:
     return made, load_policy(request.policy)
 
 
-def _case(name: str) -> Case:
+def find_case(name: str) -> Case:
+    """The case of this id. ValueError with the nearest ids otherwise."""
     known = registry.all_cases()
     if name not in known:
         raise ValueError(nearest(name, list(known), "case"))

@@ -1,0 +1,1 @@
+"""The differential tests themselves: `pytest --pyargs difftest.suite`."""
