@@ -13,7 +13,8 @@ APE_STD = 0.5
 """Spread of the gate bias: enough for the four phases of a block to differ, small beside the unit gate score."""
 
 NORM_STD = 0.1
-"""Spread of norm weights around 1. Drawn in fp32, so that rounding a weight to bf16 on the way changes results."""
+"""Spread of norm weights around 1. The compressors' are drawn in fp32, so that rounding one to bf16 on the way changes
+results; `kv_norm_weight` is exact in bf16, as checkpoints hold it and SGLang's window store reads it."""
 
 POOLED_STD = 0.55
 """Spread of a pooled entry: the root of E[sum w^2], w the softmax over 8 gates of N(0, 1 + APE_STD^2), for unit kv."""
@@ -63,7 +64,7 @@ def _plain(case: Case, layer: int, draw: Draw) -> LayerInputs:
         window_request=window_request,
         window_position=window_position,
         window_index=window_index,
-        kv_norm_weight=1 + NORM_STD * draw.normal("kv_norm_weight", width),
+        kv_norm_weight=(1 + NORM_STD * draw.normal("kv_norm_weight", width)).to(torch.bfloat16).float(),
         attn_query=draw.normal("attn_query", rows, config.num_attention_heads, width, dtype=torch.bfloat16),
         attn_sink=draw.normal("attn_sink", config.num_attention_heads),
         page_table=pages,

@@ -40,7 +40,13 @@ STAGES: dict[StageName, Stage] = {
             "query as the scorer reads it",
             {"codes": "[R, H, D] uint8", "scale": "[R, H, blocks] fp32"},
         ),
-        Stage("head_weight", {"value": "[R, H] fp32"}, (), "weight with D^-0.5 H^-0.5, without the query scale", {}),
+        Stage(
+            "head_weight",
+            {"value": "[R, H] fp32"},
+            (),
+            "weight with D^-0.5 H^-0.5, without the query scale",
+            {"folded": "[R, H] fp32, the weight times the query scale as the scorer reads it"},
+        ),
         Stage(
             "score",
             {"value": "[R, max visible] fp32"},
@@ -48,13 +54,19 @@ STAGES: dict[StageName, Stage] = {
             "index score, -inf past visible",
             {},
         ),
-        Stage("topk", {"value": "[R, k] int32"}, ("score",), "selected entries, request-relative, -1 padded", {}),
+        Stage(
+            "topk",
+            {"value": "[R, k] int32"},
+            ("score",),
+            "selected entries, request-relative, -1 padded",
+            {"slots": "[R, k] int32, the pool slots of the same entries"},
+        ),
         Stage(
             "kv",
             {"window": "[W, C] fp32", "compressed": "[E, C] fp32"},
             (),
             "window and compressed latent as attention reads them",
-            {},
+            {"window_raw": "[W, 584] uint8 cache bytes", "compressed_raw": "[E, 584] uint8 cache bytes"},
         ),
         Stage(
             "attention",

@@ -68,6 +68,13 @@ class Availability:
     install: str = ""
 
 
+class CannotFeed(ValueError):
+    """An upstream tensor cannot be given to a path's kernel: it is not exact in the format that the kernel reads.
+
+    Raised by a stage method when another path's stage was substituted; `blame` reads it as "not answerable this way".
+    """
+
+
 class Path:
     """One implementation of every stage. Subclass it, implement the stage methods, register it as an entry point.
 
