@@ -33,12 +33,12 @@ def sparse_attention(
     *,
     max_bytes: int = MAX_BYTES,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of each row over its window and its selected entries, with a sink in the denominator (`kernel.py`, sparse_attn).
+    """Attention of each row over its window and its selected entries, with a sink (`kernel.py`, sparse_attn).
 
-    q [R, A, C]; window [W, C] with window_index [R, w]; compressed [E, C] with selected [R, k] (packed entries). An index < 0
-    contributes nothing, whatever any slot holds (contract K9). sink [A]: adds exp(sink) to the denominator, has no value.
-    Returns out [R, A, C] fp64 and lse [R, A] fp64, the natural log-sum-exp of the scaled dots without the sink. A row without
-    any valid index has out 0 and lse -inf.
+    q [R, A, C]; window [W, C] with window_index [R, w]; compressed [E, C] with selected [R, k] (packed entries). An
+    index < 0 contributes nothing, whatever any slot holds (contract K9). sink [A]: adds exp(sink) to the denominator,
+    has no value. Returns out [R, A, C] fp64 and lse [R, A] fp64, the natural log-sum-exp of the scaled dots without the
+    sink. A row without any valid index has out 0 and lse -inf.
     """
     return _attend(q, window, window_index, compressed, selected, sink, scale, max_bytes, magnitude=False)
 
@@ -54,7 +54,7 @@ def attention_magnitude(
     *,
     max_bytes: int = MAX_BYTES,
 ) -> Tensor:
-    """Sum of the absolute terms of `sparse_attention`'s output, [R, A, C] fp64: sum over slots of probability * |value|."""
+    """Sum of the absolute terms of `sparse_attention`'s output, [R, A, C] fp64: probability * |value| over slots."""
     return _attend(q, window, window_index, compressed, selected, sink, scale, max_bytes, magnitude=True)[0]
 
 

@@ -7,7 +7,7 @@ MAX_BYTES = 256 * 2**20
 
 
 def slices(total: int, bytes_each: int, max_bytes: int = MAX_BYTES) -> Iterator[slice]:
-    """Slices that cover range(total); the items of one, at `bytes_each` bytes, stay within `max_bytes` (one at least)."""
+    """Slices covering range(total): as many items of `bytes_each` bytes as fit `max_bytes`, and at least one."""
     count = max(1, max_bytes // max(1, bytes_each))
     for start in range(0, total, count):
         yield slice(start, min(total, start + count))

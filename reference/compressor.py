@@ -1,7 +1,8 @@
 """Gated pooling of tokens into entries: as a function of whole sequences, of a layer, and as a stateful object."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -18,10 +19,10 @@ def pool(kv_score: Tensor, ape: Tensor, ratio: int, *, max_bytes: int = MAX_BYTE
     """Pools a whole sequence into its complete entries, in fp64 (`model.py`, Compressor).
 
     kv_score [T, 4 D] (ratio 4: kv overlap, kv own, gate overlap, gate own) or [T, 2 D] (kv, gate), token 0 first.
-    ape [2 ratio, D] (rows of the overlap half, then of the own half) or [ratio, D]: bias of the gate by position in block.
-    Returns [T // ratio, D]: per dim, the softmax over slots of (gate + ape) weighs the slots' kv. Ratio 4 has eight slots: the
-    previous block through the overlap columns and the own block through the own columns; entry 0 has no previous block and
-    pools four (gate -inf, contract K2).
+    ape [2 ratio, D] (rows of the overlap half, then of the own half) or [ratio, D]: bias of the gate by position in
+    block. Returns [T // ratio, D]: per dim, the softmax over slots of (gate + ape) weighs the slots' kv. Ratio 4 has
+    eight slots: the previous block through the overlap columns and the own block through the own columns; entry 0 has
+    no previous block and pools four (gate -inf, contract K2).
     """
     entries = kv_score.shape[0] // ratio
     dim = ape.shape[-1]
@@ -35,14 +36,14 @@ def pool(kv_score: Tensor, ape: Tensor, ratio: int, *, max_bytes: int = MAX_BYTE
 def _pool_blocks(kv_score: Tensor, ape: Tensor, ratio: int, part: slice) -> Tensor:
     """Entries part.start to part.stop of `pool`; `ape` is fp64."""
     dim = ape.shape[-1]
-    own = kv_score[part.start * ratio : part.stop * ratio].double().unflatten(0, (-1, ratio))
+    own = torch.unflatten(kv_score[part.start * ratio : part.stop * ratio].double(), 0, (-1, ratio))
     if ratio != OVERLAP_RATIO:
         kv, gate = own[..., :dim], own[..., dim:] + ape
         return (kv * gate.softmax(1)).sum(1)
     before = torch.zeros_like(own)
     first = max(part.start - 1, 0)
-    before[first + 1 - part.start :] = (
-        kv_score[first * ratio : (part.stop - 1) * ratio].double().unflatten(0, (-1, ratio))
+    before[first + 1 - part.start :] = torch.unflatten(
+        kv_score[first * ratio : (part.stop - 1) * ratio].double(), 0, (-1, ratio)
     )
     gate_before = before[..., 2 * dim : 3 * dim] + ape[:ratio]
     if part.start == 0:
@@ -53,6 +54,7 @@ def _pool_blocks(kv_score: Tensor, ape: Tensor, ratio: int, part: slice) -> Tens
 
 
 Which = Literal["index", "main"]
+Pooling = Callable[[Tensor, Tensor, int], Tensor]
 
 
 def compressor_inputs(inputs: LayerInputs, which: Which) -> CompressorInputs:
@@ -63,21 +65,24 @@ def compressor_inputs(inputs: LayerInputs, which: Which) -> CompressorInputs:
     return found
 
 
-def pooled_pieces(inputs: LayerInputs, which: Which, *, max_bytes: int = MAX_BYTES) -> Iterator[tuple[slice, Tensor]]:
-    """The pooled entries of a layer piece by piece: (rows of the packed entry axis, [rows, D] fp64), in order.
+def pooled_pieces(
+    inputs: LayerInputs, which: Which, pooling: Pooling = pool, *, max_bytes: int = MAX_BYTES
+) -> Iterator[tuple[slice, Tensor]]:
+    """The pooled entries of a layer piece by piece: (rows of the packed entry axis, [rows, D]), in order.
 
-    A request's given `pooled_prefix` comes first, then the entries pooled from its tokens. Pieces stay within `max_bytes`.
+    A request's given `pooled_prefix` (fp32) comes first, then the entries that `pooling` makes of its tokens, in the
+    precision of `pooling`. Pieces of the prefix stay within `max_bytes`.
     """
     read = compressor_inputs(inputs, which)
     prefix_start = 0
     for request, complete in enumerate(inputs.entries):
         first, given = inputs.entry_offset[request], inputs.prefix_entries[request]
         for part in slices(given, read.ape.shape[-1] * 8, max_bytes):
-            prefix = read.pooled_prefix[prefix_start + part.start : prefix_start + part.stop].double()
+            prefix = read.pooled_prefix[prefix_start + part.start : prefix_start + part.stop]
             yield slice(first + part.start, first + part.stop), prefix
         prefix_start += given
         tokens = read.kv_score[inputs.token_offset[request] : inputs.token_offset[request + 1]]
-        pooled = pool(tokens, read.ape, inputs.ratio, max_bytes=max_bytes)
+        pooled = pooling(tokens, read.ape, inputs.ratio)
         skip = given - inputs.first_token(request) // inputs.ratio
         yield slice(first + given, first + complete), pooled[skip:]
 
@@ -86,7 +91,7 @@ def pool_layer(inputs: LayerInputs, which: Which, *, max_bytes: int = MAX_BYTES)
     """All entries of a layer's indexer (`index`) or main (`main`) compressor, [E, D] fp64, packed over requests."""
     dim = compressor_inputs(inputs, which).ape.shape[-1]
     packed = torch.empty(inputs.entry_offset[-1], dim, dtype=torch.float64, device=inputs.row_position.device)
-    for rows, pooled in pooled_pieces(inputs, which, max_bytes=max_bytes):
+    for rows, pooled in pooled_pieces(inputs, which, partial(pool, max_bytes=max_bytes), max_bytes=max_bytes):
         packed[rows] = pooled
     return packed
 
@@ -95,7 +100,8 @@ def pool_layer(inputs: LayerInputs, which: Which, *, max_bytes: int = MAX_BYTES)
 class CompressorState:
     """What a compressor must remember between chunks: `tokens` seen, and the `kv_score` rows of the last ones.
 
-    Produced by `Compressor.state`, consumed by `Compressor.restore` (the same request, or another that hits its prefix).
+    Produced by `Compressor.state`, consumed by `Compressor.restore` (the same request, or another that hits its
+    prefix).
     """
 
     tokens: int
@@ -103,7 +109,7 @@ class CompressorState:
 
 
 class Compressor:
-    """The compressor of one request, fed chunk by chunk; entries equal those of `pool` on the whole sequence, for any split.
+    """The compressor of one request, fed chunk by chunk; its entries equal those of `pool`, however tokens are split.
 
     ape, ratio   as in `pool`.   dim   entry width D.
     rollback_limit   tokens that `rollback` can take back at any time; more rows are remembered for it.
@@ -141,7 +147,7 @@ class Compressor:
         self.tokens, self._tail = state.tokens, state.kv_score.clone()
 
     def rollback(self, tokens: int) -> int:
-        """Forgets the last `tokens` tokens (rejected drafts); returns how many of the entries handed out are thereby void.
+        """Forgets the last `tokens` tokens (rejected drafts); returns how many entries handed out are thereby void.
 
         Raises ValueError when the rows needed to go on from there are no longer remembered.
         """

@@ -64,7 +64,7 @@ class ModelConfig:
 
 
 def config_from_dict(raw: dict[str, Any]) -> ModelConfig:
-    """Builds a `ModelConfig` from the parsed `config.json` of a DeepSeek-V4 checkpoint; KeyError names a missing key."""
+    """A `ModelConfig` from the parsed `config.json` of a DeepSeek-V4 checkpoint; KeyError names a missing key."""
     scaling = raw["rope_scaling"]
     plain = {
         name: raw[name]
@@ -87,5 +87,7 @@ def load_config(name_or_path: str | Path) -> ModelConfig:
     shipped = SHIPPED.get(str(name_or_path))
     path = Path(__file__).parent / "configs" / shipped if shipped else Path(name_or_path)
     if not path.is_file():
-        raise FileNotFoundError(f"no model config {name_or_path!s}: give one of {sorted(SHIPPED)} or a config.json path")
+        raise FileNotFoundError(
+            f"no model config {name_or_path!s}: give one of {sorted(SHIPPED)} or a config.json path"
+        )
     return config_from_dict(json.loads(path.read_text()))

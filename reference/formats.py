@@ -1,6 +1,7 @@
-"""Number formats: exact rounding from fp64, bit codes, spacing, preimages, and the quantisers that the cache layouts use.
+"""Number formats: exact rounding from fp64, bit codes, spacing, preimages, and the quantisers of the cache layouts.
 
-Every rounding takes fp64 (other dtypes are upcast) and returns fp64, in one step: rounding through fp32 first would round twice.
+Every rounding takes fp64 (other dtypes are upcast) and returns fp64, in one step: rounding through fp32 first would
+round twice.
 """
 
 from collections.abc import Callable
@@ -22,7 +23,8 @@ Ties = Literal["even", "down"]
 class Format:
     """A binary floating-point format.
 
-    fraction      stored mantissa bits.   min_exponent   exponent of the smallest normal number.   max   largest finite value.
+    fraction      stored mantissa bits.   min_exponent   exponent of the smallest normal number.
+    max           largest finite value.
     overflow      what lies beyond `max`: infinity as IEEE rounds, or `max` itself (conversion with saturation).
     ties          a value half way goes to the even mantissa, or towards zero (strict ">" thresholds).
     signed_zero   whether -0 exists; if not, -0 becomes +0.
@@ -60,8 +62,8 @@ class Format:
     def preimage(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """The closed interval (lo, hi) of reals around y beyond which no real rounds to y, fp64.
 
-        Ends are the midpoints to y's neighbours, whichever way a tie goes. `max` of a saturating format reaches to infinity, so
-        does an infinity. A y that is not in the format has the empty interval (inf, -inf).
+        Ends are the midpoints to y's neighbours, whichever way a tie goes. `max` of a saturating format reaches to
+        infinity, so does an infinity. A y that is not in the format has the empty interval (inf, -inf).
         """
         exact = y.double()
         size = exact.abs()
@@ -93,7 +95,7 @@ def power_of_two(power: Tensor) -> Tensor:
 
 
 def pow2_ceil(x: Tensor) -> Tensor:
-    """Smallest power of two >= x, fp64, for x > 0 (the rounding of ue8m0 scales: exponent plus one unless x is a power of two)."""
+    """Smallest power of two >= x, fp64, for x > 0: the rounding of ue8m0 scales."""
     exact = x.double()
     floor = power_of_two(exponent(exact))
     return torch.where(floor < exact, 2 * floor, floor)
@@ -244,8 +246,8 @@ SCALINGS: dict[str, Scaling] = {
 def quantise(x: Tensor, quantiser: Quantiser) -> tuple[Tensor, Tensor]:
     """Code values and scales of x along its last axis; the stored number is code value * scale of its block.
 
-    x [..., D]. Returns code values [..., D] fp64 and scale [..., D / block] fp64. `none` and `bf16` have one scale of 1.
-    Raises ValueError when D is not a multiple of the block.
+    x [..., D]. Returns code values [..., D] fp64 and scale [..., D / block] fp64. `none` and `bf16` have one scale of
+    1. Raises ValueError when D is not a multiple of the block.
     """
     exact = x.double()
     if quantiser in ("none", "bf16"):
@@ -256,12 +258,12 @@ def quantise(x: Tensor, quantiser: Quantiser) -> tuple[Tensor, Tensor]:
         raise ValueError(
             f"{quantiser} scales blocks of {scaling.block} and the last axis is {x.shape[-1]}: cut or pad it"
         )
-    blocks = exact.unflatten(-1, (-1, scaling.block))
+    blocks = torch.unflatten(exact, -1, (-1, scaling.block))
     scale = scaling.round(blocks.abs().amax(-1).clamp(min=scaling.floor) / scaling.format.max)
     return scaling.format.round(blocks / scale[..., None]).flatten(-2), scale
 
 
 def dequantise(codes: Tensor, scale: Tensor) -> Tensor:
     """Values from `quantise`'s code values [..., D] and scale [..., blocks], fp64."""
-    blocks = codes.double().unflatten(-1, (scale.shape[-1], -1))
+    blocks = torch.unflatten(codes.double(), -1, (scale.shape[-1], -1))
     return (blocks * scale.double()[..., None]).flatten(-2)

@@ -13,10 +13,10 @@ def hadamard(x: Tensor) -> Tensor:
     width = x.shape[-1]
     if width & (width - 1) or not width:
         raise ValueError(f"hadamard needs a power-of-two width, and {width} is not one: check index_head_dim")
-    done = x.double()
+    done: Tensor = x.double()
     half = 1
     while half < width:
-        low, high = done.unflatten(-1, (-1, 2, half)).unbind(-2)
+        low, high = torch.unflatten(done, -1, (-1, 2, half)).unbind(-2)
         done = torch.stack((low + high, low - high), -2).flatten(-3)
         half *= 2
-    return done * width**-0.5
+    return done.mul(width**-0.5)

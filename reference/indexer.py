@@ -19,8 +19,15 @@ def index_key(pooled: Tensor, norm_weight: Tensor, eps: float, table: Tensor) ->
     return hadamard(rotate(rms_norm(pooled, norm_weight, eps), table))
 
 
+def indexer_inputs(inputs: LayerInputs) -> tuple[Tensor, Tensor]:
+    """`index_query` and `index_weight` of a csa layer; ValueError for a layer without an indexer."""
+    if inputs.index_query is None or inputs.index_weight is None:
+        raise ValueError(f"a {inputs.kind} layer has no indexer: choose a csa layer")
+    return inputs.index_query, inputs.index_weight
+
+
 def index_query(query: Tensor, table: Tensor) -> Tensor:
-    """Index queries [R, H, D] fp64: rotation at the row's own position, then Hadamard. query [R, H, D], table [R, .]."""
+    """Index queries [R, H, D] fp64: rotation at the row's own position, then Hadamard. table [R, rope_dim / 2]."""
     return hadamard(rotate(query, table))
 
 
@@ -51,7 +58,7 @@ def _weighted_relu(q: Tensor, k: Tensor, w: Tensor, max_bytes: int) -> Tensor:
     for right in slices(entries, 1, columns):
         keys = k[right].double().T
         for left in slices(rows, 2 * 8 * heads * columns, max_bytes):
-            dots = (q[left].double().flatten(0, 1) @ keys).relu_().unflatten(0, (-1, heads))
+            dots = torch.unflatten((q[left].double().flatten(0, 1) @ keys).relu_(), 0, (-1, heads))
             out[left, right] = (w[left, None] @ dots)[:, 0]
     return out
 
@@ -89,8 +96,8 @@ def _per_request(inputs: LayerInputs, q: Tensor, k: Tensor, w: Tensor, max_bytes
 def select(score: Tensor, visible: Tensor, k: int, *, max_bytes: int = MAX_BYTES) -> Tensor:
     """The k best visible entries of each row, [R, k] int32, ascending entry numbers, then -1 (contract K7).
 
-    score [R, E] any float dtype, visible [R]. Columns from `visible` on are never read for their value; NaN is never selected;
-    among equal scores at the cut the lower entry wins. With at most k candidates all of them are selected.
+    score [R, E] any float dtype, visible [R]. Columns from `visible` on are never read for their value; NaN is never
+    selected; among equal scores at the cut the lower entry wins. With at most k candidates all of them are selected.
     """
     chosen = torch.full((score.shape[0], k), -1, dtype=torch.int32, device=score.device)
     if not score.shape[1] or not k:

@@ -26,8 +26,9 @@ class CompressorInputs:
     """What one compressor (the indexer's or the main one) reads, packed over requests.
 
     Shapes, with T tokens, P entries given already pooled, D the entry width:
-        kv_score      [T, 4 D] fp32 for ratio 4: kv of the overlap half, kv of the own half, then the same two of the gate
-                      score; [T, 2 D] fp32 for ratio 128: kv, score. The compressor's GEMM output, gate bias not yet added.
+        kv_score      [T, 4 D] fp32 for ratio 4: kv of the overlap half, kv of the own half, then the same two of the
+                      gate score; [T, 2 D] fp32 for ratio 128: kv, score. The compressor's GEMM output, gate bias not
+                      yet added.
         ape           [2 ratio, D] fp32 for ratio 4 (rows 0-3 overlap half, 4-7 own half), [ratio, D] for ratio 128.
         norm_weight   [D] fp32.
         pooled_prefix [P, D] fp32: entries of each request's prefix, packed; replaces pooling them from tokens.
@@ -46,8 +47,8 @@ class LayerInputs:
     N requests, R rows (query tokens that are compared), H index heads, D index head dim, A attention heads, C head_dim.
 
     lengths           tokens of each request after the last step.
-    prefix_entries    entries of each request given pooled (0 unless the history is given pooled); the request's tokens in
-                      `kv_score` then start at `first_token(request)`.
+    prefix_entries    entries of each request given pooled (0 unless the history is given pooled); the request's tokens
+                      in `kv_score` then start at `first_token(request)`.
     steps             the order in which tokens arrive: whole prefill is one step, chunked prefill several, decode many.
     row_request       [R] int64, row_position [R] int64: the rows, in step order. position is request-relative.
     index             the indexer's compressor (`csa` only, else None).
@@ -58,8 +59,9 @@ class LayerInputs:
     window_index      [R, sliding_window] int64 into W, oldest first, -1 where the window starts before token 0.
     kv_norm_weight    [C] fp32.
     attn_query        [R, A, C] bf16, after wq_b, before the per-head norm and RoPE.   attn_sink [A] fp32.
-    page_table        [N, pages] int64: the page of each 64 entries of a request (the same table for index and main cache);
-                      -1 past the request's last page.   num_pages: pages in the pool; pages no table names are never read.
+    page_table        [N, pages] int64: the page of each 64 entries of a request (the same table for index and main
+                      cache); -1 past the request's last page.
+    num_pages         pages in the pool; pages no table names are never read.
     """
 
     config: ModelConfig
@@ -104,7 +106,7 @@ class LayerInputs:
         return tuple(offset)
 
     def first_token(self, request: int) -> int:
-        """First token of `request` present in `kv_score`: 0, or the overlap block before the first entry to be pooled."""
+        """First token of `request` in `kv_score`: 0, or the overlap block before the first entry to be pooled."""
         overlap = self.ratio if self.ratio == 4 else 0
         return max(0, self.prefix_entries[request] * self.ratio - overlap)
 
@@ -127,7 +129,9 @@ class LayerInputs:
     def entry_position(self) -> Tensor:
         """[E] int64: RoPE position of every entry, ratio * (entry number within its request)."""
         device = self.row_position.device
-        return torch.cat([torch.arange(count, device=device) * self.ratio for count in self.entries] or [torch.empty(0)])
+        return torch.cat(
+            [torch.arange(count, device=device) * self.ratio for count in self.entries] or [torch.empty(0)]
+        )
 
     @property
     def entry_slot(self) -> Tensor:
