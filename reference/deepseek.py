@@ -128,7 +128,7 @@ def index_query(query: Tensor, table: Tensor) -> Tensor:
 
 def head_weight(weight: Tensor, scale: float) -> Tensor:
     """Head weights [R, H] bf16: bf16 weight times D^-0.5 H^-0.5, rounded to bf16."""
-    return weight.to(torch.bfloat16).mul(scale)
+    return torch.mul(weight.to(torch.bfloat16), scale)
 
 
 def score(q: Tensor, k: Tensor, w: Tensor, *, max_bytes: int = MAX_BYTES) -> Tensor:
