@@ -132,6 +132,11 @@ def decode_ue8m0(exponent: Tensor) -> Tensor:
     return value.masked_fill(exponent == UE8M0_NAN, math.nan)
 
 
+def encode_ue8m0(scale: Tensor) -> Tensor:
+    """fp32 powers of two -> ue8m0 bytes, exact; anything else is rounded down to one."""
+    return (scale.view(torch.int32) >> FP32_MANTISSA_BITS).to(torch.uint8)
+
+
 def encode_e2m1(x: Tensor) -> Tensor:
     """fp32 -> e2m1 codes uint8 (0-15) by strict thresholds: a tie goes down, and a value that rounds to zero is +0."""
     thresholds = torch.tensor(E2M1_THRESHOLDS, device=x.device)

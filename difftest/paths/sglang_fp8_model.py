@@ -126,14 +126,14 @@ class SglangFp8Model(AttentionModel, Path):
         A query that another path stored in another format is taken at its value, with scale 1.
         """
         stored = trace["index_q"]
-        if "codes" not in stored or stored["scale"].shape[-1] != 1:
+        if not _has_fp8_rows(stored):
             return stored["value"], torch.ones_like(stored["value"][..., 0])
         return math_.decode_e4m3(stored["codes"]), stored["scale"][..., 0]
 
     def score_key(self, trace: Trace, entries: slice) -> tuple[Tensor, Tensor]:
         """Keys the scorer multiplies, fp32 [n, D], and the scale it applies to their sum over heads, [n]."""
         stored = trace["index_k"]
-        if "codes" not in stored or stored["scale"].shape[-1] != 1:
+        if not _has_fp8_rows(stored):
             return stored["value"][entries], torch.ones_like(stored["value"][entries, 0])
         return math_.decode_e4m3(stored["codes"][entries]), stored["scale"][entries, 0]
 
@@ -210,3 +210,9 @@ class SglangFp8Model(AttentionModel, Path):
             chosen = self.select(score[row, :count], inputs.config.index_topk)
             out[row, : len(chosen)] = chosen.to(torch.int32)
         return {"value": out}
+
+
+def _has_fp8_rows(stored: StageTensors) -> bool:
+    """Whether keys or queries come as codes with one scale a row, as this path stores them."""
+    codes, scale = stored.get("codes"), stored.get("scale")
+    return codes is not None and scale is not None and codes.dtype == torch.uint8 and scale.shape[-1] == 1
