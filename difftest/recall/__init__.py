@@ -1,0 +1,1 @@
+"""Recall experiments: is a planted fact still found as the context grows?"""

@@ -1,0 +1,1 @@
+"""The conversations of the live-server verification suite, one file each."""
