@@ -135,7 +135,7 @@ class Compressor:
         first = self.tokens - len(self._tail)
         before, self.tokens = self.entries, self.tokens + len(kv_score)
         fresh = pool(known, self.ape, self.ratio)[before - first // self.ratio :]
-        self._tail = known[self._first_needed(self.tokens) - first :].clone()
+        self._tail = known[max(0, self._first_needed(self.tokens) - first) :].clone()
         return fresh
 
     def state(self) -> CompressorState:

@@ -49,8 +49,9 @@ def fp4_fake_quant(x: Tensor) -> Tensor:
 def fp8_fake_quant(x: Tensor, mode: FakeQuant) -> Tensor:
     """act_quant in place: bf16 [..., D] -> grid -> bf16 (block 64, power-of-two scale).
 
-    The published code rounds x / scale to its *input's* type, bf16, and the scale is a power of two: the result is x.
-    The name and comment of the operation say e4m3, which `intended` does.
+    The published code rounds x / scale to its *input's* type, bf16, and the scale is a power of two: the result is x
+    (as long as x / scale does not underflow, 2^-126 below the block's largest). The name of the operation says fp8;
+    `intended` rounds to e4m3.
     """
     blocks = torch.unflatten(x.float(), -1, (-1, FP8_BLOCK))
     scale = pow2_ceil(blocks.abs().amax(-1, keepdim=True).clamp(min=FP8_FLOOR) * (1 / FP8_MAX))
@@ -107,13 +108,13 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
 def rotate_activation(x: Tensor) -> Tensor:
     """Hadamard transform of bf16 [..., D]: fp32 butterflies, times D^-0.5, rounded to bf16 once."""
     width = x.shape[-1]
-    done = x.float()
+    done: Tensor = x.float()
     half = 1
     while half < width:
         low, high = torch.unflatten(done, -1, (-1, 2, half)).unbind(-2)
         done = torch.stack((low + high, low - high), -2).flatten(-3)
         half *= 2
-    return (done * width**-0.5).to(torch.bfloat16)
+    return done.mul(width**-0.5).to(torch.bfloat16)
 
 
 def index_key(pooled: Tensor, norm_weight: Tensor, eps: float, table: Tensor) -> Tensor:
@@ -140,7 +141,7 @@ def score(q: Tensor, k: Tensor, w: Tensor, *, max_bytes: int = MAX_BYTES) -> Ten
     rows, heads, dim = q.shape
     entries = k.shape[0]
     out = torch.empty(rows, entries, dtype=torch.bfloat16, device=q.device)
-    each = 12 * heads  # a dot in fp32, then bf16 twice, then fp32 in the sum
+    each = 8 * heads  # a dot in fp32 and in bf16, with room for the sum over heads
     columns = max(1, min(entries, max_bytes // (2 * max(each, 4 * dim))))
     for right in slices(entries, 1, columns):
         keys = k[right].float().T

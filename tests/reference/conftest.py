@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from difftest.cases.case import Case, Mode
 from difftest.cases.generate import generate
 from difftest.reference.inputs import CompressorInputs, LayerInputs
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 LAYER = {"swa": 0, "csa": 2, "hca": 3}
 SMALL = {"index_n_heads": 4, "num_attention_heads": 3, "head_dim": 128, "index_topk": 16, "sliding_window": 24}
@@ -73,3 +75,24 @@ def _reorder_requests(inputs: LayerInputs, order: Sequence[int]) -> LayerInputs:
 def normal() -> Callable[..., Tensor]:
     """Gaussian fp64 tensors that depend on nothing but the seed and shape: normal(seed, *shape)."""
     return lambda seed, *shape: torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Bytes of the largest tensor that any operation inside the block returned, views included at their own size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (list, tuple)) else [result]:
+            if isinstance(tensor, Tensor):
+                self.bytes = max(self.bytes, tensor.numel() * tensor.element_size())
+        return result
+
+
+@pytest.fixture
+def largest_tensor() -> type[LargestTensor]:
+    """A context manager that measures memory without depending on the allocator: `with largest_tensor() as seen`."""
+    return LargestTensor

@@ -12,7 +12,7 @@ FLASH = load_config("v4-flash")
 
 
 def exact_frequency(config: ModelConfig, kind: str, pair: int) -> float:
-    """YaRN by its formula, with Python floats: full speed above beta_fast turns, a 16th below beta_slow, else a ramp."""
+    """YaRN by its formula, full speed above beta_fast turns, a 16th below beta_slow, else a ramp."""
     dim, theta = 64, 10000.0 if kind == "swa" else 160000.0
     frequency = theta ** (-2 * pair / dim)
     if kind == "swa":
