@@ -6,7 +6,7 @@ from torch import Tensor
 from ..reference.inputs import CompressorInputs, LayerInputs
 from .case import Case
 from .draw import Draw
-from .families import family
+from .families import apply_family
 from .rows import PAGE_SIZE, sampled_rows, window_of
 
 APE_STD = 0.5
@@ -24,11 +24,10 @@ def generate(case: Case, layer: int, device: str | torch.device = "cpu") -> Laye
     """Inputs of `layer` for `case`, shaped by the case's family, on `device`.
 
     Drawn on the CPU from `case.seed(layer)` and each tensor's name, so device, thread count, other tensors and other
-    cases change nothing. Raises ValueError for an unknown family or layer, and for a request without tokens.
+    cases change nothing. Raises ValueError for an unknown family, parameter or layer, and for a request without tokens.
     """
-    shape = family(case.family)
     draw = Draw(case.seed(layer))
-    return shape(_plain(case, layer, draw), draw, case.params).to(device)
+    return apply_family(case.family, _plain(case, layer, draw), draw, case.params).to(device)
 
 
 def _plain(case: Case, layer: int, draw: Draw) -> LayerInputs:
