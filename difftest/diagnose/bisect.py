@@ -22,6 +22,8 @@ from .trial import CannotJudge, Place, Refused, last_line, run_shell
 FOUND = re.compile(r"^# first bad commit: \[(\w+)\]", re.MULTILINE)
 POSSIBLE = re.compile(r"^# possible first bad commit: \[(\w+)\]", re.MULTILINE)
 SHOWN_FILES = 3
+SURPRISE = 3
+"""Trials that an endpoint gets on top when it comes out the other way, to see whether the verdict is flaky."""
 
 
 class Flaky(Exception):
@@ -177,8 +179,8 @@ class _Search:
         )
 
     def _surprised(self, sha: str) -> None:
-        """An endpoint came out the other way: run it once more, since a flaky verdict is the likeliest reason."""
-        if self.judge.test is None:
+        """An endpoint came out the other way: run it a few times more, since a flaky verdict is the likeliest reason."""
+        for _ in range(SURPRISE if self.judge.test is None else 0):
             self.judge.run(sha, lambda: self._place(sha))
             self._check_flaky(sha)
 

@@ -36,7 +36,7 @@ def make_venv(folder: Path, overlay: bool) -> Path:
     """Makes a virtual environment and returns its interpreter.
 
     overlay: packages of the running environment are seen through it, what is installed here hides them. Its `pip` is the
-    running environment's, so making one takes a tenth of a second. CannotJudge if none can be made.
+    running environment's, so it takes a tenth of a second. CannotJudge if none can be made.
     """
     done = subprocess.run(
         [sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder)], capture_output=True, text=True

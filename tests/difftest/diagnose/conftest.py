@@ -1,0 +1,116 @@
+"""Real git repositories, made on the spot."""
+
+import os
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from difftest.diagnose.bisect import bisect_commits
+from difftest.diagnose.ledger import Ledger
+from difftest.diagnose.outcome import Outcome
+from difftest.diagnose.plans import CommitPlan, plan_to_json
+from difftest.diagnose.trial import Command
+
+WHO = "Ada Lovelace <ada@example.org>"
+FIRST_SECOND = 1_700_000_000
+BUG = "! grep -q bug code.txt"
+
+
+@dataclass
+class History:
+    """Writes commits with `git fast-import`: hundreds of them in a fraction of a second."""
+
+    root: Path
+    stream: list[str] = field(default_factory=list)
+    files: list[dict[str, str]] = field(default_factory=list)
+
+    def commit(self, subject: str, change: dict[str, str | None], parents: list[int] | None = None) -> int:
+        """Adds a commit and returns its mark. In `change` None deletes a file; the parent defaults to the last commit."""
+        mark = len(self.files) + 1
+        parents = [mark - 1] if parents is None and mark > 1 else parents or []
+        files = dict(self.files[parents[0] - 1]) if parents else {}
+        if len(parents) > 1:
+            files |= {name: text for other in parents[1:] for name, text in self.files[other - 1].items()}
+        files |= {name: text for name, text in change.items() if text is not None}
+        files = {name: text for name, text in files.items() if change.get(name, "") is not None}
+        self.files.append(files)
+        lines = ["reset refs/heads/main"] if not parents and mark > 1 else []
+        lines += ["commit refs/heads/main", f"mark :{mark}", f"author {WHO} {FIRST_SECOND + 60 * mark} +0000"]
+        lines += [f"committer {WHO} {FIRST_SECOND + 60 * mark} +0000", f"data {len(subject.encode())}", subject]
+        lines += [f"{'from' if number == 0 else 'merge'} :{parent}" for number, parent in enumerate(parents)]
+        lines.append("deleteall")
+        for name, text in files.items():
+            lines += [f"M 100644 inline {name}", f"data {len(text.encode())}", text]
+        self.stream.append("\n".join(lines) + "\n")
+        return mark
+
+    def linear(self, commits: int, bug_at: int) -> "Repo":
+        """`commits` commits; number `bug_at` turns code.txt from fine to bug, the others change other files."""
+        for number in range(1, commits + 1):
+            name = f"bug{number}.txt" if number == bug_at else f"note{number % 7}.txt"
+            change: dict[str, str | None] = {name: f"{number}\n"}
+            if number == 1:
+                change["quiet.txt"] = "never changed\n"
+            if number in (1, bug_at):
+                change["code.txt"] = "bug\n" if number == bug_at else "fine\n"
+            self.commit(f"change {number}", change)
+        return self.write()
+
+    def write(self) -> "Repo":
+        """Creates the repository with `main` checked out at the last commit."""
+        self.root.mkdir(parents=True)
+        git(self.root, "init", "--quiet", "--initial-branch=main")
+        marks = self.root / ".git" / "marks"
+        subprocess.run(
+            ["git", "fast-import", "--quiet", f"--export-marks={marks}"],
+            cwd=self.root, input="\n".join(self.stream).encode(), check=True,
+        )  # fmt: skip
+        git(self.root, "reset", "--quiet", "--hard")
+        pairs = [line.split() for line in marks.read_text().splitlines()]
+        marks.unlink()
+        return Repo(self.root, {int(mark[1:]): sha for mark, sha in pairs})
+
+
+@dataclass(frozen=True)
+class Repo:
+    root: Path
+    sha: dict[int, str]
+
+    def state(self) -> str:
+        """Everything a search must leave alone: HEAD, refs, status, index and worktrees."""
+        asked = (
+            ["symbolic-ref", "HEAD"],
+            ["for-each-ref"],
+            ["status", "--porcelain"],
+            ["worktree", "list"],
+            ["stash", "list"],
+        )
+        return "\n".join(git(self.root, *question) for question in (*asked, ["ls-files", "--stage"]))
+
+
+def git(root: Path, *arguments: str) -> str:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    done = subprocess.run(["git", *arguments], cwd=root, env=environment, capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+@pytest.fixture
+def history(tmp_path: Path) -> History:
+    return History(tmp_path / "repository")
+
+
+def search_commits(
+    repo: Repo, folder: Path, line: str = BUG, say: Callable[[str], None] = lambda _: None, **options: Any
+) -> Outcome:
+    """Searches `repo` with the state in `folder`; options are those of a plan."""
+    plan = CommitPlan(repo.root, options.pop("command", None) or Command(line), **options)
+    return bisect_commits(plan, Ledger.create(folder, plan_to_json(plan)), say)
+
+
+@pytest.fixture
+def search() -> Callable[..., Outcome]:
+    return search_commits
