@@ -53,6 +53,15 @@ class Case:
     def config(self) -> ModelConfig:
         return replace(load_config(self.model), **self.overrides)
 
+    @property
+    def selection_note(self) -> str:
+        """Empty when some row sees more than index_topk entries; otherwise why no selection can be wrong here."""
+        kind, k = self.config.kind(self.layers[0]), self.config.index_topk
+        if kind != "csa":
+            return f"no selection in {kind} layers"
+        seen = max(self.lengths) // self.config.compress_ratios[self.layers[0]]
+        return "" if seen > k else f"selection not exercised: at most {seen} of {k} entries visible"
+
     def seed(self, layer: int) -> int:
         """63-bit seed: base + sha256(id and layer)."""
         digest = hashlib.sha256(f"{self.id}/layer{layer}".encode()).digest()
