@@ -70,13 +70,13 @@ class AttentionModel(CompressorModel):
         codes, exponents = self.quantise_latent(source)
         flashmla.pack(layout, pool, slots, codes, exponents, rope.to(torch.bfloat16))
 
-    def load_latent(self, layout: PlanarPages, pool: Tensor, slots: Tensor) -> Tensor:
-        """Latents as attention reads them: fp32 [n, C] of bf16 values."""
+    def load_latent(self, layout: PlanarPages, pool: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Latents as attention reads them, fp32 [n, C] of bf16 values, and their cache bytes uint8 [n, 584]."""
         out = torch.empty((len(slots), flashmla.NOPE_DIMS + flashmla.ROPE_DIMS), device=pool.device)
         for start in range(0, len(slots), LATENT_BLOCK):
             part = slots[start : start + LATENT_BLOCK]
             out[start : start + LATENT_BLOCK] = flashmla.dequantise(*flashmla.unpack(layout, pool, part))
-        return out
+        return out, torch.cat(layout.read(pool, slots), -1)
 
     def window_slot(self, inputs: LayerInputs) -> Tensor:
         """Window-cache slot of every window token, int64 [W]: pages in falling order, page 0 left unused."""
@@ -84,8 +84,8 @@ class AttentionModel(CompressorModel):
         pages = -(-len(token) // inputs.page_size)
         return (pages - token // inputs.page_size) * inputs.page_size + token % inputs.page_size
 
-    def store_window(self, inputs: LayerInputs) -> Tensor:
-        """Window latents through their cache: fp32 [W, C]."""
+    def store_window(self, inputs: LayerInputs) -> tuple[Tensor, Tensor]:
+        """Window latents through their cache: fp32 [W, C] and bytes uint8 [W, 584]."""
         layout, slots = flashmla.flashmla_pages(inputs.page_size), self.window_slot(inputs)
         pool = layout.poisoned(-(-len(slots) // inputs.page_size) + 1, slots.device)
         latent = self.latent(inputs, inputs.window_kv.float(), inputs.kv_norm_weight, inputs.window_position)
@@ -93,10 +93,11 @@ class AttentionModel(CompressorModel):
         self.store_latent(layout, pool, slots, self.window_source(nope), rope)
         return self.load_latent(layout, pool, slots)
 
-    def store_compressed(self, inputs: LayerInputs) -> Tensor:
-        """Compressed latents through the paged cache, in the order in which entries complete: fp32 [E, C]."""
+    def store_compressed(self, inputs: LayerInputs) -> tuple[Tensor, Tensor]:
+        """Compressed latents through the paged cache, as entries complete: fp32 [E, C] and bytes uint8 [E, 584]."""
         if inputs.main is None:
-            return torch.empty((0, inputs.config.head_dim), device=inputs.window_kv.device)
+            none = torch.empty((0, inputs.config.head_dim), device=inputs.window_kv.device)
+            return none, torch.empty((0, flashmla.TOKEN_BYTES), dtype=torch.uint8, device=none.device)
         pooled = self.pool_layer(inputs, inputs.main)
         layout, slots, position = (
             flashmla.flashmla_pages(inputs.page_size),
@@ -112,7 +113,14 @@ class AttentionModel(CompressorModel):
         return self.load_latent(layout, pool, slots)
 
     def kv(self, inputs: LayerInputs, trace: Trace) -> StageTensors:
-        return {"window": self.store_window(inputs), "compressed": self.store_compressed(inputs)}
+        window, window_raw = self.store_window(inputs)
+        compressed, compressed_raw = self.store_compressed(inputs)
+        return {
+            "window": window,
+            "compressed": compressed,
+            "window_raw": window_raw,
+            "compressed_raw": compressed_raw,
+        }
 
     # attention --------------------------------------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ def rope_table(config: ModelConfig, kind: LayerKind, positions: Tensor) -> Tenso
     if kind != "swa":
         frequency = _stretch(frequency, config, theta)
     angle = positions.to(torch.float32).unsqueeze(-1) * frequency
-    return torch.stack((angle.cos(), angle.sin()), -1)
+    return torch.view_as_real(torch.polar(torch.ones_like(angle), angle))
 
 
 def _stretch(frequency: Tensor, config: ModelConfig, theta: float) -> Tensor:

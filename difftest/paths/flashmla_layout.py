@@ -18,6 +18,7 @@ BLOCK = 64
 BLOCKS = NOPE_DIMS // BLOCK
 DATA_BYTES = NOPE_DIMS + 2 * ROPE_DIMS
 SCALE_BYTES = 8
+TOKEN_BYTES = DATA_BYTES + SCALE_BYTES
 
 
 def flashmla_pages(page_size: int) -> PlanarPages:
