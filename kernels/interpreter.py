@@ -1,9 +1,9 @@
 """Runs one Triton source on the GPU (compiled) and on the CPU (interpreted), and proves the interpreter's traps.
 
 Triton's interpreter is not a bf16 oracle. On bf16 it multiplies bit patterns in `tl.dot` and truncates on fp32 -> bf16;
-its fp32 -> e4m3 cast is wrong below powers of two. Kernels of this folder therefore, when interpreted, load bf16 as integers
-(`load_bf16`), compute in fp32 and round in integer arithmetic (`round_bf16`, `e4m3_bits`): the same bits that a GPU gives.
-`traps()` shows which traps the installed Triton still has.
+its fp32 -> e4m3 cast is wrong below powers of two. Kernels of this folder therefore, when interpreted, load bf16 as
+integers (`load_bf16`), compute in fp32 and round in integer arithmetic (`round_bf16`, `e4m3_bits`): the same bits
+that a GPU gives. `traps()` shows which traps the installed Triton still has.
 
 Written against `triton.runtime.interpreter` of Triton 3.6 and 3.9.
 """
@@ -38,7 +38,9 @@ class _InPlaceExecutor(GridExecutor):  # type: ignore[misc]
 
 
 class Kernel:
-    """A Triton kernel for either device: `kernel[grid](...)` compiles for CUDA tensors and interprets for CPU tensors."""
+    """A Triton kernel for either device: `kernel[grid](...)` compiles for CUDA tensors and interprets for CPU
+    tensors.
+    """
 
     def __init__(self, source: Callable[..., Any]) -> None:
         self.compiled = JITFunction(source)
@@ -67,7 +69,9 @@ class Device(JITFunction):  # type: ignore[misc]
 
 
 class _LoopBound(Device):
-    """Interpreted, a loop bound has to be a Python integer: Triton 3.6 fails on its own one-element arrays under NumPy 2."""
+    """Interpreted, a loop bound has to be a Python integer: Triton 3.6 fails on its own one-element arrays under
+    NumPy 2.
+    """
 
     def __call__(self, value: Any) -> int:
         return int(value.handle.data.reshape(-1)[0]) if isinstance(value, tl.tensor) else int(value)
@@ -117,8 +121,8 @@ def store_bf16(pointer, value, mask, INTERPRETED: tl.constexpr):  # type: ignore
 def e4m3_bits(value):  # type: ignore[no-untyped-def]
     """Fp32 in [-448, 448] -> e4m3fn code as uint8, round to nearest even, in integer and fp32 arithmetic.
 
-    Normal codes: drop 20 mantissa bits with the carry of round to nearest even, then rebias the exponent. Subnormal codes are
-    multiples of 2^-9: adding 2^23 * 2^-9 lets the fp32 addition round to that step.
+    Normal codes: drop 20 mantissa bits with the carry of round to nearest even, then rebias the exponent. Subnormal
+    codes are multiples of 2^-9: adding 2^23 * 2^-9 lets the fp32 addition round to that step.
     """
     magnitude = tl.abs(value)
     bits = magnitude.to(tl.int32, bitcast=True)

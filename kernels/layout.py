@@ -5,9 +5,9 @@ Page of 64 entries, no scales:
     byte 0            256             512                16,384             page stride
     | entry 0 (128 bf16) | entry 1 | ... | entry 63        | padding, never read or written |
 
-A pool is `uint8 [pages, page stride]`. Slot s is entry s % 64 of page s // 64. The page stride is a multiple of 16 bytes and
-at least the 16,384 bytes of payload, so a pool may keep other data behind each page. Byte offsets pass 2^31 from page 131,072
-on and element offsets from page 262,144 on: every kernel computes them in 64 bits.
+A pool is `uint8 [pages, page stride]`. Slot s is entry s % 64 of page s // 64. The page stride is a multiple of 16
+bytes and at least the 16,384 bytes of payload, so a pool may keep other data behind each page. Byte offsets pass 2^31
+from page 131,072 on and element offsets from page 262,144 on: every kernel computes them in 64 bits.
 """
 
 import torch
@@ -35,20 +35,22 @@ def empty_cache(
 
 
 def check_cache(cache: Tensor) -> None:
-    """Raises ValueError unless `cache` is uint8 [pages, bytes] with rows of 16,384 contiguous bytes and an aligned page stride."""
+    """Raises ValueError unless `cache` is uint8 [pages, bytes] with rows of 16,384 contiguous bytes and an aligned
+    page stride.
+    """
     if cache.dtype != torch.uint8 or cache.dim() != 2:
         raise ValueError(
             f"cache is {cache.dtype} {list(cache.shape)}, the pool is uint8 [pages, page stride]: view it so"
         )
     if cache.shape[1] < PAGE_BYTES or cache.stride(1) != 1:
         raise ValueError(
-            f"cache rows hold {cache.shape[1]} bytes with inner stride {cache.stride(1)}, a page of {PAGE_ENTRIES} bf16 "
-            f"entries needs {PAGE_BYTES} contiguous ones: allocate it with empty_cache"
+            f"cache rows hold {cache.shape[1]} bytes with inner stride {cache.stride(1)}, a page of {PAGE_ENTRIES} "
+            f"bf16 entries needs {PAGE_BYTES} contiguous ones: allocate it with empty_cache"
         )
     if cache.stride(0) % STRIDE_ALIGNMENT or cache.data_ptr() % STRIDE_ALIGNMENT:
         raise ValueError(
-            f"page stride {cache.stride(0)} or base address is not a multiple of {STRIDE_ALIGNMENT} bytes, which vector "
-            "loads need: pad the pages"
+            f"page stride {cache.stride(0)} or base address is not a multiple of {STRIDE_ALIGNMENT} bytes, which "
+            "vector loads need: pad the pages"
         )
 
 

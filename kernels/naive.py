@@ -20,8 +20,9 @@ def gathered_scores(
 ) -> Tensor:
     """The same scores as `score.paged_scores`, fp32 [R, width], -inf past each row's length, with torch operators.
 
-    Takes about R * width * (256 + 4 H + 4 H) bytes beyond its result: keys [R, width, 128] bf16, then two fp32 [R, H, width].
-    This is the version that runs out of memory at long contexts; keys are gathered for every row, page by page entry.
+    Takes about R * width * (256 + 4 H + 4 H) bytes beyond its result: keys [R, width, 128] bf16, then two fp32 [R, H,
+    width]. This is the version that runs out of memory at long contexts; keys are gathered for every row, page by
+    page entry.
     """
     request = torch.arange(len(query), device=query.device) if request is None else request
     if width is None:

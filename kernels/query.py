@@ -70,7 +70,8 @@ def index_query(query: Tensor, table: Tensor, positions: Tensor) -> Tensor:
 def index_query_fp8(query: Tensor, table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """The same, quantised: (e4m3fn codes uint8 [R, H, 128], scale fp32 [R, H]), scale = max(1e-4, amax) / 448.
 
-    The scale belongs in the head weight (ReLU commutes with a positive factor), and `decode_e4m3(codes)` is the bf16 query.
+    The scale belongs in the head weight (ReLU commutes with a positive factor), and `decode_e4m3(codes)` is the bf16
+    query.
     """
     codes = torch.empty(query.shape, dtype=torch.uint8, device=query.device)
     scale = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
@@ -84,7 +85,9 @@ def decode_e4m3(codes: Tensor) -> Tensor:
 
 
 def head_weight(weight: Tensor) -> Tensor:
-    """Head weights fp32 [R, H]: float(weight) * 128^-0.5 * H^-0.5, one rounding to fp32. weight [R, H] bf16 after weights_proj."""
+    """Head weights fp32 [R, H]: float(weight) * 128^-0.5 * H^-0.5, one rounding to fp32. weight [R, H] bf16 after
+    weights_proj.
+    """
     return weight.to(torch.float32) * (ENTRY_DIM**-0.5 * weight.shape[-1] ** -0.5)
 
 

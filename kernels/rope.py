@@ -11,7 +11,9 @@ from .layout import ROPE_DIM
 
 @dataclass(frozen=True)
 class Yarn:
-    """YaRN constants of `config.json`: rope_scaling of DeepSeek-V4 and compress_rope_theta (the base of compressed layers)."""
+    """YaRN constants of `config.json`: rope_scaling of DeepSeek-V4 and compress_rope_theta (the base of compressed
+    layers).
+    """
 
     theta: float = 160000.0
     factor: float = 16.0
@@ -21,7 +23,9 @@ class Yarn:
 
 
 def frequencies(yarn: Yarn) -> Tensor:
-    """Radians per position of each pair, fp32 [32]; interpolated by `factor` below the YaRN ramp (model.py, precompute_freqs_cis)."""
+    """Radians per position of each pair, fp32 [32]; interpolated by `factor` below the YaRN ramp (model.py,
+    precompute_freqs_cis).
+    """
     plain = 1.0 / (yarn.theta ** (torch.arange(0, ROPE_DIM, 2, dtype=torch.float32) / ROPE_DIM))
 
     def dimension(turns: float) -> float:
@@ -35,7 +39,8 @@ def frequencies(yarn: Yarn) -> Tensor:
 
 
 def rope_table(positions: Tensor, yarn: Yarn | None = None) -> Tensor:
-    """Cosine and sine, interleaved, fp32 [*positions, 64] on the device of `positions`; angles are fp32 products, as published.
+    """Cosine and sine, interleaved, fp32 [*positions, 64] on the device of `positions`; angles are fp32 products, as
+    published.
 
     Made on the CPU, so that every device reads the same bits.
     """
@@ -44,12 +49,14 @@ def rope_table(positions: Tensor, yarn: Yarn | None = None) -> Tensor:
 
 
 def as_table(table: Tensor) -> Tensor:
-    """A table as fp32 [P, 64]: takes that, or the complex64 [P, 32] that serving code keeps. ValueError for anything else."""
+    """A table as fp32 [P, 64]: takes that, or the complex64 [P, 32] that serving code keeps. ValueError for anything
+    else.
+    """
     if table.dtype == torch.complex64:
         table = torch.view_as_real(table).flatten(-2)
     if table.dtype != torch.float32 or table.dim() != 2 or table.shape[1] != ROPE_DIM or not table.is_contiguous():
         raise ValueError(
-            f"rope table is {table.dtype} {list(table.shape)}: give contiguous fp32 [positions, {ROPE_DIM}] of interleaved "
-            f"cosine and sine, or complex64 [positions, {ROPE_DIM // 2}]"
+            f"rope table is {table.dtype} {list(table.shape)}: give contiguous fp32 [positions, {ROPE_DIM}] of "
+            f"interleaved cosine and sine, or complex64 [positions, {ROPE_DIM // 2}]"
         )
     return table

@@ -1,7 +1,7 @@
 """Triton paged bf16 MQA scores: score[r, e] = sum over heads of weight[r, h] * ReLU(q[r, h] . k[e]).
 
-A program takes one row and a span of its entries, walks the row's page table and keeps keys only in registers and shared
-memory: nothing of the size of the gathered keys exists.
+A program takes one row and a span of its entries, walks the row's page table and keeps keys only in registers and
+shared memory: nothing of the size of the gathered keys exists.
 """
 
 import math
@@ -20,7 +20,8 @@ INTERPRETED_KEYS = 8192
 SPLIT_PAGES = 64
 DECODE_WARPS = 4
 DECODE_STAGES = 5
-HEADS_SUPPORTED = (16, 32, 64, 128)
+SMALLEST_DOT = 16
+"""Rows that a tensor-core product has at least; fewer heads are padded with zero weights."""
 
 
 @Kernel
@@ -39,6 +40,7 @@ def _paged_scores_kernel(  # type: ignore[no-untyped-def]
     split,
     fill,
     HEADS: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
     KEYS: tl.constexpr,
     FILL: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -48,10 +50,10 @@ def _paged_scores_kernel(  # type: ignore[no-untyped-def]
     last = tl.minimum(first + split, width)
     length = tl.minimum(tl.maximum(tl.load(lengths + row), 0), width).to(tl.int32)
     table = page_table + tl.load(request + row).to(tl.int64) * table_stride
-    head = tl.arange(0, HEADS)
+    head = tl.arange(0, HEAD_BLOCK)
     dim = tl.arange(0, DIM)
     key = tl.arange(0, KEYS)
-    head_weight = tl.load(weight + row * HEADS + head)
+    head_weight = tl.load(weight + row * HEADS + head, mask=head < HEADS, other=0.0)
     q = load_bf16(query + row * HEADS * DIM + head[:, None] * DIM + dim[None, :], head[:, None] < HEADS, INTERPRETED)
     scores = out + row * out_stride
     for start in tl.range(loop_bound(first), loop_bound(tl.minimum(last, length)), KEYS):
@@ -87,13 +89,13 @@ def paged_scores(
     """Index scores of every row against its request's cached keys, fp32 [R, width].
 
     query [R, H, 128] bf16, weight [R, H] fp32 (scale of a quantised query folded in), cache uint8 [pages, page stride],
-    page_table [N, pages] int32 or int64, lengths [R] int: entries row r sees. request [R] int: the page-table row of each
-    row, row r itself when left out. width: columns, at most 64 * pages; the longest length when left out (that reads
-    `lengths`, so give it under CUDA graphs). out: fp32 [R, width] to write into, any row stride.
+    page_table [N, pages] int32 or int64, lengths [R] int: entries row r sees. request [R] int: the page-table row of
+    each row, row r itself when left out. width: columns, at most 64 * pages; the longest length when left out (that
+    reads `lengths`, so give it under CUDA graphs). out: fp32 [R, width] to write into, any row stride.
 
-    A length is clamped to [0, width]. Columns past it are set to `fill`; `fill=None` leaves them as they were. Page ids of the
-    first ceil(length / 64) table entries must be in the pool; others are never read, nor are keys past the length used.
-    ValueError names an argument of the wrong shape or dtype.
+    A length is clamped to [0, width]. Columns past it are set to `fill`; `fill=None` leaves them as they were. Page
+    ids of the first ceil(length / 64) table entries must be in the pool; others are never read, nor are keys past the
+    length used. ValueError names an argument of the wrong shape or dtype.
     """
     check_cache(cache)
     request = torch.arange(len(query), device=query.device) if request is None else request
@@ -125,6 +127,7 @@ def paged_scores(
         split,
         0.0 if fill is None else fill,
         HEADS=query.shape[1],
+        HEAD_BLOCK=head_block(query.shape[1]),
         KEYS=keys,
         FILL=fill is not None,
         INTERPRETED=plain,
@@ -134,12 +137,15 @@ def paged_scores(
     return out
 
 
+def head_block(heads: int) -> int:
+    """Heads padded to what a program multiplies: a power of two, at least 16."""
+    return max(SMALLEST_DOT, 1 << (heads - 1).bit_length())
+
+
 def check_scores(query: Tensor, weight: Tensor, page_table: Tensor, lengths: Tensor, request: Tensor) -> None:
     """Raises ValueError unless the operands have the shapes and dtypes that `paged_scores` names."""
     if query.dtype != torch.bfloat16 or query.dim() != 3 or query.shape[2] != ENTRY_DIM or not query.is_contiguous():
         raise ValueError(f"query is {query.dtype} {list(query.shape)}: give contiguous bf16 [rows, heads, {ENTRY_DIM}]")
-    if query.shape[1] not in HEADS_SUPPORTED:
-        raise ValueError(f"query has {query.shape[1]} heads: the kernel takes one of {HEADS_SUPPORTED}")
     if weight.dtype != torch.float32 or weight.shape != query.shape[:2] or not weight.is_contiguous():
         raise ValueError(f"weight is {weight.dtype} {list(weight.shape)}: give contiguous fp32 {list(query.shape[:2])}")
     if page_table.dim() != 2 or page_table.dtype not in (torch.int32, torch.int64) or page_table.stride(1) != 1:
@@ -155,7 +161,7 @@ def check_width(width: int, page_table: Tensor) -> None:
     """Raises ValueError if `width` columns need more pages than a page-table row names."""
     if width > page_table.shape[1] * PAGE_ENTRIES:
         raise ValueError(
-            f"width {width} needs {-(-width // PAGE_ENTRIES)} pages a row and the page table has {page_table.shape[1]}: "
+            f"width {width} needs {-(-width // PAGE_ENTRIES)} pages a row, the page table has {page_table.shape[1]}: "
             "widen the table or lower the width"
         )
 

@@ -56,8 +56,8 @@ def store(
 ) -> None:
     """Writes index keys into the paged cache; a negative slot skips its row, and nothing outside the slots is touched.
 
-    pooled [E, 128] fp32, norm_weight [128] fp32, table fp32 [P, 64] or complex64 [P, 32], positions [E] int (rows of the
-    table), slots [E] int, cache uint8 [pages, page stride]. Order: norm, rotation of dims 64..127, Hadamard, bf16
+    pooled [E, 128] fp32, norm_weight [128] fp32, table fp32 [P, 64] or complex64 [P, 32], positions [E] int (rows of
+    the table), slots [E] int, cache uint8 [pages, page stride]. Order: norm, rotation of dims 64..127, Hadamard, bf16
     (contract K4 of the DeepSeek-V4 indexer). ValueError names an argument of the wrong shape, dtype or layout.
     """
     table = as_table(table)

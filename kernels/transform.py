@@ -1,4 +1,5 @@
-"""Device functions that the store and the query kernels share: interleaved rotation and the 128-point Hadamard transform.
+"""Device functions that the store and the query kernels share: interleaved rotation and the 128-point Hadamard
+transform.
 
 Both work on pairs: a block of entries [N, 128] is held as its even and its odd dims, two fp32 blocks [N, 64].
 """
@@ -16,7 +17,9 @@ HADAMARD_SCALE = tl.constexpr(128**-0.5)
 
 @Device
 def rotate(even, odd, table, position, mask):  # type: ignore[no-untyped-def]
-    """Rotates pairs 32..63 (dims 64..127) of every row by its table row; the first 32 pairs are turned by the angle 0."""
+    """Rotates pairs 32..63 (dims 64..127) of every row by its table row; the first 32 pairs are turned by the angle
+    0.
+    """
     pair = tl.arange(0, PAIRS)[None, :]
     at = table + position[:, None] * ROPE_ELEMENTS + 2 * (pair - FIRST_ROPE_PAIR)
     rotated = mask[:, None] & (pair >= FIRST_ROPE_PAIR)
@@ -27,7 +30,9 @@ def rotate(even, odd, table, position, mask):  # type: ignore[no-untyped-def]
 
 @Device
 def butterfly(block, N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Unscaled Hadamard transform (Sylvester order) over the last axis of fp32 [N, 64]: 6 stages of sums and differences."""
+    """Unscaled Hadamard transform (Sylvester order) over the last axis of fp32 [N, 64]: 6 stages of sums and
+    differences.
+    """
     for stage in tl.static_range(HADAMARD_STAGES):
         split = tl.reshape(block, (N, PAIRS >> (stage + 1), 2, 1 << stage))
         left, right = tl.split(tl.permute(split, (0, 1, 3, 2)))

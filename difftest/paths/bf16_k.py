@@ -1,4 +1,6 @@
-"""The bf16 index-K path: the kernels of `difftest.kernels`, with everything around them taken from SGLang's fp8 path."""
+"""The bf16 index-K path: the kernels of `difftest.kernels`, with everything around them taken from SGLang's fp8
+path.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -169,7 +171,9 @@ def poisoned_cache(inputs: LayerInputs) -> Tensor:
 
 
 def entries_of_steps(inputs: LayerInputs) -> Iterator[Tensor]:
-    """Packed entry numbers, int64, in order of arrival: the given prefixes, then what each step completes (never empty)."""
+    """Packed entry numbers, int64, in order of arrival: the given prefixes, then what each step completes (never
+    empty).
+    """
     device = inputs.page_table.device
     offset = inputs.entry_offset
     spans = [[(offset[request], 0, count) for request, count in enumerate(inputs.prefix_entries)]]
@@ -185,7 +189,8 @@ def entries_of_steps(inputs: LayerInputs) -> Iterator[Tensor]:
 
 
 def bf16_cache(inputs: LayerInputs, trace: Trace) -> Tensor:
-    """The pool that the scorer reads: the one the store wrote where it holds exactly the keys in `trace`, else a new one.
+    """The pool that the scorer reads: the one the store wrote where it holds exactly the keys in `trace`, else a new
+    one.
 
     Raises CannotFeed if the keys (another path's) are not bf16 numbers.
     """
