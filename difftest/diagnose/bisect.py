@@ -179,7 +179,7 @@ class _Search:
         )
 
     def _surprised(self, sha: str) -> None:
-        """An endpoint came out the other way: run it a few times more, since a flaky verdict is the likeliest reason."""
+        """An endpoint came out the other way: run it a few times more, a flaky verdict is the likeliest reason."""
         for _ in range(SURPRISE if self.judge.test is None else 0):
             self.judge.run(sha, lambda: self._place(sha))
             self._check_flaky(sha)

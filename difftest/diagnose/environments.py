@@ -35,7 +35,7 @@ def venv_environment(folder: Path) -> dict[str, str]:
 def make_venv(folder: Path, overlay: bool) -> Path:
     """Makes a virtual environment and returns its interpreter.
 
-    overlay: packages of the running environment are seen through it, what is installed here hides them. Its `pip` is the
+    overlay: packages of the running environment are seen through it, those installed here hide them. Its `pip` is the
     running environment's, so it takes a tenth of a second. CannotJudge if none can be made.
     """
     done = subprocess.run(

@@ -29,7 +29,7 @@ class History:
     files: list[dict[str, str]] = field(default_factory=list)
 
     def commit(self, subject: str, change: dict[str, str | None], parents: list[int] | None = None) -> int:
-        """Adds a commit and returns its mark. In `change` None deletes a file; the parent defaults to the last commit."""
+        """Adds a commit and returns its mark. In `change` None deletes a file; the parent is the last commit."""
         mark = len(self.files) + 1
         parents = [mark - 1] if parents is None and mark > 1 else parents or []
         files = dict(self.files[parents[0] - 1]) if parents else {}
