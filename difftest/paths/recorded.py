@@ -13,6 +13,7 @@ from .. import cases
 from ..reference.inputs import CompressorInputs, LayerInputs
 from ..stages import STAGES, StageName
 from ..trace import StageTensors, Trace
+from ._recorded_format import expand
 from .base import Availability, CannotFeed, Declaration, Path
 
 SHIPPED = File(cases.__file__).parent / "recorded"
@@ -113,7 +114,7 @@ def _same(given: StageTensors, recorded: StageTensors) -> bool:
 
 @lru_cache(maxsize=2)
 def _load(file: File, modified: int) -> Trace:
-    return Trace.load(file)
+    return expand(Trace.load(file))
 
 
 def _declaration(name: str) -> Declaration:
