@@ -73,10 +73,12 @@ class AttentionModel(CompressorModel):
     def load_latent(self, layout: PlanarPages, pool: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Latents as attention reads them, fp32 [n, C] of bf16 values, and their cache bytes uint8 [n, 584]."""
         out = torch.empty((len(slots), flashmla.NOPE_DIMS + flashmla.ROPE_DIMS), device=pool.device)
+        raw = torch.empty((len(slots), flashmla.TOKEN_BYTES), dtype=torch.uint8, device=pool.device)
         for start in range(0, len(slots), LATENT_BLOCK):
-            part = slots[start : start + LATENT_BLOCK]
-            out[start : start + LATENT_BLOCK] = flashmla.dequantise(*flashmla.unpack(layout, pool, part))
-        return out, torch.cat(layout.read(pool, slots), -1)
+            part = slice(start, start + LATENT_BLOCK)
+            out[part] = flashmla.dequantise(*flashmla.unpack(layout, pool, slots[part]))
+            raw[part] = torch.cat(layout.read(pool, slots[part]), -1)
+        return out, raw
 
     def window_slot(self, inputs: LayerInputs) -> Tensor:
         """Window-cache slot of every window token, int64 [W]: pages in falling order, page 0 left unused."""
