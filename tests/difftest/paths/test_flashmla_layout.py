@@ -1,4 +1,5 @@
 import torch
+
 from difftest.paths import flashmla_layout as flashmla
 from difftest.paths.planar_pages import POISON, PlanarPages
 

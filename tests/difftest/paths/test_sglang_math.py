@@ -2,8 +2,9 @@ import math
 
 import pytest
 import torch
-from difftest.paths import _sglang_math as math_
 from difftest.reference.config import load_config
+
+from difftest.paths import _sglang_math as math_
 
 CODES = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F], dtype=torch.uint8)
 
