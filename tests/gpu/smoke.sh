@@ -1,0 +1,58 @@
+#!/usr/bin/env bash
+# Runs the live paths on a machine with a GPU and no package registry, from the repository root, and writes to $OUT:
+# recorded.tar (traces), logs.tar.xz (one log a step), jit.tar.xz (built operators, to be unpacked before a later run).
+# Needs a bundle of SGLang's packages in .gpu/sglang-gpu.tar.xz (and the probe beside it for step `probe`); takes built operators from .cache/jit.tar.xz if there.
+# Every step runs, whatever the one before it did. Usage: tests/gpu/smoke.sh STEP...
+set -u
+: "${OUT:=runs/gpu}"
+work=${WORK:-/tmp/difftest-gpu}
+mkdir -p "$OUT" "$work/site" "$work/logs" "$work/jit"
+tar -C "$work/site" -xJf .gpu/sglang-gpu.tar.xz
+[ -f .cache/jit.tar.xz ] && tar -C "$work/jit" -xJf .cache/jit.tar.xz
+
+# The checkout as an installed package: the folders of pyproject.toml's package-dir, and its entry points.
+python3 - "$work/site" <<'PY'
+import pathlib, sys, tomllib
+root, site = pathlib.Path.cwd(), pathlib.Path(sys.argv[1])
+project = tomllib.loads((root / "pyproject.toml").read_text())
+package = site / "difftest"
+package.mkdir(exist_ok=True)
+folders = {item.name: item for item in (root / "difftest").iterdir() if item.name != "__pycache__"}
+folders |= {name: root / name for name in ("reference", "kernels", "cases")}
+for name, target in folders.items():
+    (package / name).unlink(missing_ok=True)
+    (package / name).symlink_to(target)
+info = site / "difftest-0.1.0.dist-info"
+info.mkdir(exist_ok=True)
+(info / "METADATA").write_text("Metadata-Version: 2.1\nName: difftest\nVersion: 0.1.0\n")
+points = {**project["project"]["entry-points"], "console_scripts": project["project"]["scripts"]}
+groups = (f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in items.items()) for group, items in points.items())
+(info / "entry_points.txt").write_text("\n".join(groups))
+PY
+
+export PYTHONPATH="$work/site" PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+export SGLANG_JIT_CACHE_DIR="$work/jit/sglang" TVM_FFI_CACHE_DIR="$work/jit/tvm-ffi" DG_JIT_CACHE_DIR="$work/jit/deep-gemm" TRITON_CACHE_DIR="$work/jit/triton"
+
+step() { # step NAME SECONDS LINES COMMAND...: runs it, keeps its log, prints its last LINES
+  local name=$1 limit=$2 lines=$3 started=$SECONDS
+  shift 3
+  timeout "$limit" "$@" >"$work/logs/$name.log" 2>&1
+  echo "=== $name: exit $?, $((SECONDS - started)) s"
+  tail -n "$lines" "$work/logs/$name.log" | cut -c1-220
+}
+
+for name in "$@"; do
+  case $name in
+    build) step build 200 3 python3 -c 'from difftest.paths._live_build import build_operators; print(build_operators() or "built")' ;;
+    probe) step probe 120 14 python3 .gpu/probe_sglang_ops.py ;;
+    live) step live 150 60 python3 -m pytest -q -s --maxfail=12 -p no:cacheprovider -m gpu tests/difftest/paths ;;
+    layer) step layer 150 60 python3 -m pytest -q -s --maxfail=12 -p no:cacheprovider -m gpu tests/difftest/paths/test_sglang_fp8_layer.py ;;
+    record) step record 60 20 python3 tests/gpu/record.py "$work/recorded" && tar -C "$work/recorded" -cf "$OUT/recorded.tar" . ;;
+    suite) step suite 200 40 python3 -m pytest -q -p no:cacheprovider -m gpu tests ;;
+    run) step run 150 60 python3 -m difftest run --profile smoke --device cuda --path sglang-fp8 --path oracle --out "$work/run" ;;
+    *) echo "unknown step $name" ;;
+  esac
+done
+tar -C "$work/jit" -c . | xz -T0 -2 >"$OUT/jit.tar.xz"
+tar -C "$work" -c logs | xz -T0 -2 >"$OUT/logs.tar.xz"
+ls -l "$OUT"
