@@ -22,7 +22,12 @@ class Draw:
         return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") % (1 << 63))
 
     def normal(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Standard normal values, drawn in fp32 and then rounded to `dtype`."""
+        """Standard normal values, drawn in fp32 and then rounded to `dtype`.
+
+        Bit for bit the same on every x86-64 processor with AVX2. On others torch takes its logarithm and cosine from
+        elsewhere and the last fp32 bit may differ: recorded traces, which carry a fingerprint of their inputs, do not
+        apply there.
+        """
         return torch.randn(shape, generator=self.generator(name)).to(dtype)
 
     def uniform(self, name: str, *shape: int) -> Tensor:
