@@ -17,7 +17,7 @@ from .judge import FRESH, BuildFailed, Judge, Judgement
 from .ledger import Ledger
 from .outcome import Confirmation, Outcome, Step
 from .plans import CommitPlan
-from .trial import CannotJudge, Place, Refused, last_line, run_shell
+from .trial import CannotJudge, Place, Refused, first_error, run_shell
 
 FOUND = re.compile(r"^# first bad commit: \[(\w+)\]", re.MULTILINE)
 POSSIBLE = re.compile(r"^# possible first bad commit: \[(\w+)\]", re.MULTILINE)
@@ -249,7 +249,7 @@ class _Search:
         words = {**place.words, "tree": str(place.tree)}
         code = run_shell(self.plan.build, place, words, logs, self.plan.build_timeout)
         if code != 0:
-            why = f"took longer than {self.plan.build_timeout:g} s" if code is None else last_line(logs)
+            why = f"took longer than {self.plan.build_timeout:g} s" if code is None else first_error(logs)
             raise BuildFailed(why or f"exit code {code}")
 
     def _confirm(self, outcome: Outcome, culprit: Commit, bad: str) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -17,6 +18,9 @@ Answer = Literal["good", "bad", "skip", "abort"]
 GOOD, BAD, USAGE, SKIP, ABORT = 0, 1, 2, 125, 128
 CANNOT_START = (126, 127)
 """What a shell exits with when the command is not executable, or not there: nothing was judged."""
+
+ERROR = re.compile(r"\berror: (?!subprocess-exited-with-error)", re.IGNORECASE)
+"""A line that names what went wrong; pip first says that a subprocess did, and only then what."""
 
 CONTENT = ("agrees", "explained", "cannot judge", "pass", "good", "skip")
 """How conclusions start that do not make a verdict's stage the failing one."""
@@ -151,6 +155,15 @@ def last_line(logs: Path, limit: int = 160) -> str:
         if lines:
             return lines[-1][:limit]
     return ""
+
+
+def first_error(logs: Path, limit: int = 160) -> str:
+    """First line of a build's output that reports an error, as compilers and pip do; else its last line."""
+    for suffix in (".err", ".out"):
+        for line in _tail(logs.with_suffix(suffix)).splitlines():
+            if ERROR.search(line):
+                return line.strip()[:limit]
+    return last_line(logs, limit)
 
 
 def _tail(file: Path, size: int = 1 << 20) -> str:

@@ -14,7 +14,7 @@ from .judge import FRESH, BuildFailed, Judge, Judgement
 from .ledger import Ledger
 from .outcome import Confirmation, Outcome, Step
 from .plans import VersionPlan
-from .trial import CannotJudge, Place, Refused, last_line, run_shell
+from .trial import CannotJudge, Place, Refused, first_error, run_shell
 
 SHOWN = 5
 
@@ -159,5 +159,5 @@ class _Search:
             base = Place(Path.cwd(), plain_environment())
             if run_shell(line, base, {}, logs) != 0:
                 self.discard()
-                raise BuildFailed(last_line(logs) or "pip failed")
+                raise BuildFailed(first_error(logs) or "pip failed")
         return place

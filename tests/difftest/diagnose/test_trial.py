@@ -7,7 +7,7 @@ import time
 import pytest
 
 from difftest.diagnose.environments import plain_environment
-from difftest.diagnose.trial import Command, Place, read_report, stage_of
+from difftest.diagnose.trial import Command, Place, first_error, read_report, stage_of
 
 
 def place(tmp_path):
@@ -94,6 +94,20 @@ def test_the_stage_comes_from_the_last_json_or_run_json(tmp_path, printed, stage
     (tmp_path / "run" / "run.json").write_text(json.dumps({"verdicts": [{"stage": "from run.json"}]}))
     (tmp_path / "log.out").write_text(printed)
     assert stage_of(read_report(tmp_path / "log.out", tmp_path / "run")) == stage
+
+
+@pytest.mark.parametrize(
+    ("printed", "line"),
+    [
+        ("error: subprocess-exited-with-error\n  error: no folder 'x'\nhint: See above", "error: no folder 'x'"),
+        ("compiling\na.cu(3): error: no type\nb.cu(4): error: no brace\nmake: *** failed\n", "a.cu(3): error: no type"),
+        ("Traceback\nImportError of something\n", "ImportError of something"),
+        ("", ""),
+    ],
+)
+def test_a_failed_build_is_told_by_its_first_error(tmp_path, printed, line):
+    (tmp_path / "log.err").write_text(printed)
+    assert first_error(tmp_path / "log") == line
 
 
 def test_no_report_names_no_stage(tmp_path):
