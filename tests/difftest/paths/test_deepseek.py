@@ -140,3 +140,21 @@ def test_rows_read_their_own_request() -> None:
             visible = int(inputs.visible[row])
             torch.testing.assert_close(scores[row, :visible], exact[place, :visible], rtol=0.05, atol=0.02)
             assert (scores[row, visible:] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("path", [Deepseek(), Oracle()], ids=["deepseek", "oracle"])
+def test_selection_is_the_best_of_what_is_visible(path: Deepseek | Oracle) -> None:
+    """Short requests included: there every visible entry is selected, no hidden one, and the rest is -1."""
+    case = Case("small-deepseek", "gaussian", (300, 30, 3), rows=0, mode="decode", decode_tokens=9, overrides=SMALL)
+    inputs = generate(case, LAYER["csa"])
+    trace = path.run(inputs, case.id, upto="topk")
+    assert int(inputs.visible.min()) < SMALL["index_topk"] < int(inputs.visible.max())
+    for selected, scores, visible in zip(trace.value("topk"), trace.value("score"), inputs.visible, strict=True):
+        count = min(SMALL["index_topk"], int(visible))
+        picked = selected[:count].long()
+        assert (picked >= 0).all() and (picked < visible).all() and len(picked.unique()) == count
+        assert (selected[count:] == -1).all()
+        assert torch.equal(scores[picked].sort().values, scores.sort().values[len(scores) - count :])
+    hidden = torch.arange(trace.value("score").shape[1]) >= inputs.visible[:, None]
+    trace.stages["score"] = {"value": trace.value("score").masked_fill(hidden, 1e9)}
+    assert torch.equal(path.stage("topk", inputs, trace)["value"], trace.value("topk"))
