@@ -107,11 +107,15 @@ def bisect_command(
 ) -> None:
     """Find the first bad commit of any git repository, or the first bad released version of a package.
 
-    Commits are checked out in a worktree of their own; your checkout is not touched. A crash (exit 128 or more) stops
-    the search: write `'COMMAND || exit 1'` if a crash is the fault. Submodules need `--build 'git submodule update
-    --init --recursive && ...'`. The command also finds {commit} or {version} and {out}, a directory it may create, and
-    all of them as DIFFTEST_SEED and so on. Exit codes: 0 found and confirmed, 125 no single or no confirmed answer,
-    128 aborted, 2 usage.
+    Commits are checked out in a worktree of their own; your checkout is not touched.
+
+    A crash (exit 128 or more) stops the search; if it is the fault, write 'COMMAND || exit 1'.
+
+    Submodules need --build 'git submodule update --init --recursive && ...'.
+
+    {commit} or {version}, and {out} (a directory it may create) are filled in, too.
+
+    Exit codes: 0 found and confirmed, 125 no single or confirmed answer, 128 aborted, 2 usage.
     """
     try:
         if resume:
