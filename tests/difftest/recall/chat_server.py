@@ -7,7 +7,6 @@ import base64
 import json
 import re
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
@@ -189,8 +188,8 @@ class _Handler(BaseHTTPRequestHandler):
         if fault == "stall":
             time.sleep(behaviour.stall_seconds)
         if fault == "hang up":
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            return self.connection.close()
+            self.close_connection = True
+            return self.connection.shutdown(socket.SHUT_RDWR)
         content, calls = answer(body["messages"], body.get("tools") or [], behaviour.forget_beyond)
         usage = (
             {"prompt_tokens": tokens, "completion_tokens": 3, "total_tokens": tokens + 3} if behaviour.usage else None
