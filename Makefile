@@ -1,0 +1,33 @@
+# `make run` and `make test` do all set-up on a bare Python 3.11 to 3.13: they create .venv and install into it.
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+BIN    := .venv/bin
+READY  := .venv/.ready
+
+.PHONY: run test lint bench-cpu clean
+
+run: $(READY)
+	$(BIN)/difftest run
+
+test: $(READY)
+	$(BIN)/pytest -q -n 2
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	rm -rf build/typecheck && mkdir -p build/typecheck
+	$(BIN)/pip install -q --no-deps --no-build-isolation --target build/typecheck .
+	cd build/typecheck && MYPYPATH=. ../../$(BIN)/mypy --strict --python-executable ../../$(BIN)/python -p difftest
+
+bench-cpu: $(READY)
+	$(BIN)/python -m difftest.bench_cpu
+
+$(READY): pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q --upgrade pip setuptools
+	$(BIN)/python -m pip install -q "$(TORCH)"
+	$(BIN)/python -m pip install -q -e ".[dev]"
+	touch $(READY)
+
+clean:
+	rm -rf .venv build dist site *.egg-info
