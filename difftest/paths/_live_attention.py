@@ -135,7 +135,8 @@ def decode_attention(inputs: LayerInputs, trace: Trace, table: Tensor) -> StageT
     from sglang.kernels.ops.attention.flash_mla_interface import flash_mla_with_kvcache, get_mla_metadata
 
     window = _fill(window_cache(inputs), trace["kv"]["window"], "window")
-    index, length = left_packed(_slots(window, inputs.window_index), INDEX_ALIGN)
+    newest_first = inputs.window_index.flip(1)  # the order in which SGLang lists a decode window
+    index, length = left_packed(_slots(window, newest_first), INDEX_ALIGN)
     extra: dict[str, Tensor] = {}
     valid = length.clone()
     if inputs.ratio and inputs.entry_offset[-1]:

@@ -18,6 +18,7 @@ from ..reference.inputs import CompressorInputs, LayerInputs, Span, Step
 
 SYSTEM_PAGE = 256
 """Tokens of a page of SGLang's token pool; its window cache has pages of the same size."""
+RATIO_WITH_OVERLAP = 4
 RING_ROWS = {4: 8, 128: 128}
 """Rows of one state ring by ratio, without speculation."""
 PLAN_TOKENS = 1 << 16
@@ -97,10 +98,10 @@ class LiveCompressor:
     def state(self, which: Which) -> Tensor:
         """A state pool nothing was written to, NaN throughout: [pages, ratio, 4 D] (ratio 4) or [N, 128, 2 D] fp32."""
         width = compressor_inputs(self.inputs, which).kv_score.shape[1]
-        if self.ratio == 4:
-            rows = self.locations // SYSTEM_PAGE * RING_ROWS[4]
+        if self.ratio == RATIO_WITH_OVERLAP:
+            rows = self.locations // SYSTEM_PAGE * RING_ROWS[self.ratio]
         else:
-            rows = len(self.inputs.lengths) * RING_ROWS[128]
+            rows = len(self.inputs.lengths) * RING_ROWS[self.ratio]
         return torch.full((rows // self.ratio, self.ratio, width), math.nan, device=self.device)
 
     def call(self, step: Step) -> Call:
@@ -115,8 +116,11 @@ class LiveCompressor:
         offset = torch.tensor([self.inputs.token_offset[span.request] for span in step], device=self.device)
         tokens = (offset - first).repeat_interleave(lengths) + position
         plan = self._plan(step, request)
-        entry = self._decode_entry(step) if plan.is_decode else self._prefill_entry(plan, owner)
-        return Call(plan, tokens, entry, out_loc)
+        return Call(plan, tokens, self.completed(plan, step, owner), out_loc)
+
+    def completed(self, plan: Any, step: Step, owner: Tensor) -> Tensor:
+        """[plan rows] int64 packed entry that each output row completes, -1 for none; owner [n]: a token's request."""
+        return self._decode_entry(step) if plan.is_decode else self._prefill_entry(plan, owner)
 
     def _plan(self, step: Step, request: Tensor) -> Any:
         from sglang.kernels.ops.attention.dsv4 import CompressorDecodePlan, CompressorPrefillPlan
@@ -161,7 +165,7 @@ class LiveCompressor:
         part, state = compressor_inputs(self.inputs, which), self.state(which)
         width = part.norm_weight.shape[0]
         pooled = torch.full((self.inputs.entry_offset[-1], width), math.nan, device=self.device)
-        pooled[self._prefix_entries()] = part.pooled_prefix
+        pooled[self.prefix_entries()] = part.pooled_prefix
         kv_score = part.kv_score.contiguous()
         for keep, step in self._history_and_steps():
             call = self.call(step)
@@ -179,19 +183,31 @@ class LiveCompressor:
         return pooled
 
     def _history_and_steps(self) -> Iterator[tuple[bool, Step]]:
-        """(False, the block before each pooled prefix ends, which leaves the overlap state), then (True, each call)."""
-        if self.ratio == 4:
-            history = tuple(
-                Span(request, self.inputs.first_token(request), entries * self.ratio)
-                for request, entries in enumerate(self.inputs.prefix_entries)
-                if entries
-            )
-            if history:
-                yield False, history
+        """(False, the tokens that leave the overlap state of pooled prefixes), then (True, each call)."""
+        if history := self.history_step():
+            yield False, history
         for step in calls_of(self.inputs.steps):
             yield True, step
 
-    def _prefix_entries(self) -> Tensor:
+    def history_step(self) -> Step:
+        """The block that ends each request's pooled prefix (ratio 4): pooling it leaves the overlap state behind."""
+        if self.ratio != RATIO_WITH_OVERLAP:
+            return ()
+        return tuple(
+            Span(request, self.inputs.first_token(request), entries * self.ratio)
+            for request, entries in enumerate(self.inputs.prefix_entries)
+            if entries
+        )
+
+    def prefix_step(self) -> Step:
+        """Every token of the pooled prefixes, as the prefill whose entries they are."""
+        return tuple(
+            Span(request, 0, entries * self.ratio)
+            for request, entries in enumerate(self.inputs.prefix_entries)
+            if entries
+        )
+
+    def prefix_entries(self) -> Tensor:
         """[P] int64 packed entries that are given pooled."""
         parts = [
             torch.arange(offset, offset + entries, device=self.device)
@@ -200,20 +216,20 @@ class LiveCompressor:
         return torch.cat(parts)
 
     def store(self, which: Which, pooled: Tensor, table: Tensor, pool: Tensor, page_size: int) -> None:
-        """Norm, RoPE, (index: Hadamard,) quantise and store of every entry into `pool`, with the plans that made it.
+        """`store_steps` of everything: pooled prefixes first, then the case's steps."""
+        self.store_steps((self.prefix_step(), *self.inputs.steps), which, pooled, table, pool, page_size)
 
-        pooled fp32 [E, D], table complex64, pool uint8 [pages, page bytes]. Prefix entries go through prefill plans of
-        their tokens.
+    def store_steps(
+        self, steps: tuple[Step, ...], which: Which, pooled: Tensor, table: Tensor, pool: Tensor, page_size: int
+    ) -> None:
+        """Norm, RoPE, (index: Hadamard,) quantise and store of the entries of `steps`, with the plans that make them.
+
+        pooled fp32 [E, D], table complex64, pool uint8 [pages, page bytes].
         """
         from sglang.kernels.ops.attention.dsv4 import compress_norm_rope_store
 
         part = compressor_inputs(self.inputs, which)
-        prefix = tuple(
-            Span(request, 0, entries * self.ratio)
-            for request, entries in enumerate(self.inputs.prefix_entries)
-            if entries
-        )
-        for step in calls_of((prefix, *self.inputs.steps) if prefix else self.inputs.steps):
+        for step in calls_of(steps):
             call = self.call(step)
             compress_norm_rope_store(
                 pooled[call.entry.clamp_min(0)].contiguous(),

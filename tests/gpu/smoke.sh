@@ -45,8 +45,8 @@ for name in "$@"; do
   case $name in
     build) step build 200 3 python3 -c 'from difftest.paths._live_build import build_operators; print(build_operators() or "built")' ;;
     probe) step probe 120 14 python3 .gpu/probe_sglang_ops.py ;;
-    live) step live 150 60 python3 -m pytest -q -s --maxfail=12 -p no:cacheprovider -m gpu tests/difftest/paths ;;
-    layer) step layer 150 60 python3 -m pytest -q -s --maxfail=12 -p no:cacheprovider -m gpu tests/difftest/paths/test_sglang_fp8_layer.py ;;
+    live) step live 150 60 python3 -m pytest -q -s --tb=short --maxfail=20 -p no:cacheprovider -m gpu tests/difftest/paths/test_sglang_fp8.py ;;
+    layer) step layer 150 60 python3 -m pytest -q -s --tb=short --maxfail=20 -p no:cacheprovider -m gpu tests/difftest/paths/test_sglang_fp8_layer.py ;;
     record) step record 60 20 python3 tests/gpu/record.py "$work/recorded" && tar -C "$work/recorded" -cf "$OUT/recorded.tar" . ;;
     suite) step suite 200 40 python3 -m pytest -q -p no:cacheprovider -m gpu tests ;;
     run) step run 150 60 python3 -m difftest run --profile smoke --device cuda --path sglang-fp8 --path oracle --out "$work/run" ;;
