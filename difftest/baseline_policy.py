@@ -20,13 +20,17 @@ class BaselinePolicy:
     latency_tolerated: float
     latency_noise: float
     unpaired: Literal["report", "fail"]
+    isolated: Literal["report", "fail"]
     higher_is_better: tuple[str, ...]
     lower_is_better: tuple[str, ...]
     ignored: tuple[str, ...]
     tolerated: dict[str, float | str]
     any_seed: dict[str, float | str]
 
-    def direction(self, metric: str) -> Direction:
+    def direction(self, metric: str, comparison: str = "accumulated") -> Direction:
+        """Which way is better; neither for metrics that may move without failing."""
+        if comparison == "isolated" and self.isolated == "report":
+            return "neither"
         if _matches(metric, self.higher_is_better):
             return "higher"
         return "lower" if _matches(metric, self.lower_is_better) else "neither"
@@ -105,8 +109,9 @@ def _make(name: str, table: dict[str, Any], where: str) -> BaselinePolicy:
         raise ValueError(
             f"{where}: latency_level = {policy.latency_level!r} is no confidence; give one between 0 and 1"
         )
-    if policy.unpaired not in ("report", "fail"):
-        raise ValueError(f'{where}: unpaired = {policy.unpaired!r}; write "report" or "fail"')
+    for key in ("unpaired", "isolated"):
+        if table[key] not in ("report", "fail"):
+            raise ValueError(f'{where}: {key} = {table[key]!r}; write "report" or "fail"')
     for size in (*policy.tolerated.values(), *policy.any_seed.values()):
         if isinstance(size, str):
             _percent(size)

@@ -141,7 +141,7 @@ def _rows(paired: list[Paired], policy: BaselinePolicy) -> list[Row]:
 
 def _row(row: Paired, policy: BaselinePolicy, p: float, adjusted: float) -> Row:
     differences: Floats = np.subtract(row.head, row.base)
-    direction = policy.direction(row.key.metric)
+    direction = policy.direction(row.key.metric, row.key.comparison)
     harm = -differences if direction == "higher" else differences if direction == "lower" else np.abs(differences)
     spread = float(differences.std(ddof=1)) if len(differences) > 1 else 0.0
     mean, worst = float(differences.mean()), int(harm.argmax())

@@ -105,6 +105,9 @@ def test_seeds_needed_is_where_the_smallest_p_reaches_alpha():
         ("recall", -0.01, "worse"),
         ("recall", 0.01, "better"),
         ("recall_worst", -0.0005, "moved"),
+        ("value_recall_p1", -0.01, "worse"),
+        ("compressed_codes_equal", -0.01, "worse"),
+        ("swapped", 0.01, "worse"),
         ("relative_error", 0.01, "worse"),
         ("relative_error", -0.01, "better"),
         ("gap_at_cut", -0.01, "moved"),
@@ -115,6 +118,14 @@ def test_seeds_needed_is_where_the_smallest_p_reaches_alpha():
 def test_directions_and_tolerated_shifts(metric, shift, answer):
     base = np.linspace(0.4, 0.5, SEEDS)
     assert answers(judge(comparison({metric: (base, base + shift)}), DEFAULT)) == {metric: answer}
+
+
+def test_isolated_metrics_fail_only_where_the_policy_says_so():
+    base = np.linspace(0.4, 0.5, SEEDS)
+    key = Key("case", 2, "bf16-k", "score", "isolated", "excess")
+    made = Comparison("base", "head", [Paired(key, list(range(SEEDS)), list(base), list(base + 0.1))], [])
+    assert (answers(judge(made, DEFAULT)), judge(made, DEFAULT).exit_code) == ({"excess": "moved"}, 0)
+    assert judge(made, load_baseline_policy("strict")).exit_code == 1
 
 
 def test_harm_at_one_seed_fails_though_it_is_no_trend():
