@@ -76,6 +76,10 @@ def split_base_url(url: str) -> tuple[str, str]:
     return root, root + "/v1"
 
 
+class GivenUp(Failure):
+    """The request was not sent: an earlier one showed that this server answers none."""
+
+
 class ChatClient:
     """Asks one server. Use as an async context manager; safe for many tasks at once, `concurrency` requests in flight.
 
@@ -94,6 +98,7 @@ class ChatClient:
             trust_env=urlsplit(self.root).hostname not in ("localhost", "127.0.0.1", "::1"),
         )
         self._gate = asyncio.Semaphore(options.concurrency)
+        self.given_up = ""
 
     async def __aenter__(self) -> Self:
         return self
@@ -137,10 +142,15 @@ class ChatClient:
         return {**body, **self.options.extra}
 
     async def ask(self, body: dict[str, Any], attempts: list[Attempt]) -> Reply:
-        """Sends one chat request; every attempt is appended to `attempts`. Raises the last `Failure`."""
+        """Sends one chat request; every attempt is appended to `attempts`. Raises the last `Failure`.
+
+        GivenUp, without asking, once `given_up` says why this server is asked no more.
+        """
         url = self.api + "/chat/completions"
         once = self._streamed if body.get("stream") else self._whole
         async with self._gate:
+            if self.given_up:
+                raise GivenUp("given up", self.given_up, retry=False)
             reply: Reply = await self._with_retries(lambda: once(url, body), attempts)
         return reply
 

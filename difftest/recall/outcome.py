@@ -8,6 +8,8 @@ from .conversation import grade
 from .journal import Exchange
 
 AGREES, DISAGREES, CANNOT_JUDGE = 0, 1, 125
+NOT_EXERCISED = -1
+"""A suite whose prompts are all so short that every entry is selected: neither pass nor fault, and no exit code."""
 TOKENS_AN_ENTRY = 4
 """Tokens of one compressed key (csa): up to index_topk * 4 tokens every key is selected and selection cannot fail."""
 Result = Literal["pass", "miss", "too long", "refused", "failed", "missing"]
@@ -79,19 +81,21 @@ def judge(cells: dict[str, dict[Row, CellResult]], index_topk: int) -> Outcome:
     A miss beyond `4 * index_topk` tokens counts (exit 1) when the same suite passes below that length, where every
     entry is selected whatever the scores are: the controls. A suite that misses half of its controls or more cannot be
     judged (125): the model, its chat template or its tool parser fails, not its memory. Unanswered requests are 125
-    unless something was missed. With two servers the misses of either count, and the conclusion says how many differ.
+    unless something was missed; so is a run whose suites all stay below that length. With two servers the misses of
+    either count, and the conclusion says how many differ.
     """
     limit = index_topk * TOKENS_AN_ENTRY
-    code, lines = AGREES, []
+    codes, lines = [], []
     for server, results in cells.items():
         for suite in suites_of(results):
             own = {row: result for row, result in results.items() if row[0] == suite}
             suite_code, line = _judge_suite(own, limit)
             lines.append(f"server {server}, {suite}: {line}")
-            code = worst_code(code, suite_code)
+            codes.append(suite_code)
     if len(cells) == 2:
         lines.append(compare(*cells.values()))
-    return Outcome(code, tuple(lines), cells)
+    judged = [code for code in codes if code != NOT_EXERCISED]
+    return Outcome(worst_code(*judged) if judged else CANNOT_JUDGE, tuple(lines), cells)
 
 
 def worst_code(*codes: int) -> int:
@@ -120,7 +124,7 @@ def _judge_suite(results: dict[Row, CellResult], limit: int) -> tuple[int, str]:
     longest = max(row[1] for row in passes)
     exercised = "" if longest > limit else f"; selection not exercised below {limit:,} tokens"
     return (
-        AGREES if longest > limit else CANNOT_JUDGE
+        AGREES if longest > limit else NOT_EXERCISED
     ), f"all {len(passes)} remembered, up to {longest:,} tokens{exercised}"
 
 

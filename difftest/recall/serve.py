@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from .client import Attempt, ChatClient, Reply, ServerOptions
+from .client import Attempt, ChatClient, GivenUp, Reply, ServerOptions
 from .conversation import Answer, Conversation, SuiteName
 from .failures import Failure
 from .journal import Exchange, Journal, Status
@@ -54,21 +54,21 @@ class CannotReach(Exception):
 
 @dataclass
 class Play:
-    """A run in progress: the journal, the progress display and the servers that stopped answering."""
+    """A run in progress: the journal and the progress display."""
 
     journal: Journal
     progress: Progress
     bars: dict[str, TaskID] = field(default_factory=dict)
-    lost: dict[str, str] = field(default_factory=dict)
 
     async def conversation(self, name: str, client: ChatClient, talk: Conversation) -> None:
         """Plays the turns of one conversation in order: later turns meet the prefix cache that earlier ones filled."""
         for turn in range(len(talk.turns)):
             recorded = self.journal.exchanges.get((name, talk.id, turn))
             if recorded is None:
-                if name in self.lost:
+                try:
+                    self.journal.add(await self._exchange(name, client, talk, turn))
+                except GivenUp:
                     return
-                self.journal.add(await self._exchange(name, client, talk, turn))
             self.progress.advance(self.bars[name])
 
     async def _exchange(self, name: str, client: ChatClient, talk: Conversation, turn: int) -> Exchange:
@@ -78,11 +78,13 @@ class Play:
         reply, failure, too_long = Reply(Answer(), {}, 0.0, None), "", False
         try:
             reply = await client.ask(body, attempts)
+        except GivenUp:
+            raise
         except Failure as error:
             status, failure, too_long = "failed" if error.retry else "refused", str(error), error.too_long
             if error.kind in LOST_KINDS:
                 status = "failed"
-                self.lost[name] = str(error)
+                client.given_up = str(error)
         return Exchange(
             server=name,
             conversation=talk.id,
@@ -186,8 +188,8 @@ async def run(options: RunOptions, console: Console, errors: Console) -> Outcome
         collect(exchanges, {(str(s), n, d): turns for (s, n, d), turns in planned.items()}), options.index_topk
     )
     show(outcome, exchanges, console)
-    for name, why in play.lost.items():
-        errors.print(
-            f"server {name} stopped answering ({why}); the same command resumes", markup=False, highlight=False
-        )
+    for name, client in clients.items():
+        if client.given_up:
+            text = f"server {name} stopped answering ({client.given_up}); the same command resumes"
+            errors.print(text, markup=False, highlight=False, soft_wrap=True)
     return outcome

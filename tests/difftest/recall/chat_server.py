@@ -129,6 +129,7 @@ class ChatServer:
 class _Handler(BaseHTTPRequestHandler):
     server_state: ChatServer
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
