@@ -56,10 +56,10 @@ class Case:
     @property
     def selection_note(self) -> str:
         """Empty when some row sees more than index_topk entries; otherwise why no selection can be wrong here."""
-        kind, k = self.config.kind(self.layers[0]), self.config.index_topk
-        if kind != "csa":
-            return f"no selection in {kind} layers"
-        seen = max(self.lengths) // self.config.compress_ratios[self.layers[0]]
+        kinds, k = [self.config.kind(layer) for layer in self.layers], self.config.index_topk
+        if "csa" not in kinds:
+            return f"no selection in {kinds[0]} layers"
+        seen = max(self.lengths) // self.config.compress_ratios[self.layers[kinds.index("csa")]]
         return "" if seen > k else f"selection not exercised: at most {seen} of {k} entries visible"
 
     def seed(self, layer: int) -> int:

@@ -24,7 +24,8 @@ def generate(case: Case, layer: int, device: str | torch.device = "cpu") -> Laye
     """Inputs of `layer` for `case`, shaped by the case's family, on `device`.
 
     Drawn on the CPU from `case.seed(layer)` and each tensor's name, so device, thread count, other tensors and other
-    cases change nothing (`Draw.normal` says on which processors the bits are the same). Raises ValueError for an unknown family, parameter or layer, and for a request without tokens.
+    cases change nothing (`Draw.normal` says on which processors the bits are the same). Raises ValueError for an
+    unknown family, parameter or layer, and for a request without tokens.
     """
     draw = Draw(case.seed(layer))
     return apply_family(case.family, _plain(case, layer, draw), draw, case.params).to(device)

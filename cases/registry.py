@@ -63,13 +63,13 @@ _NEEDLES = (
         says="needles little above the cut among similar entries",
     ),
     Case(
-        "needle-outliers-8000",
+        "needle-heavy-tailed-8000",
         "needle",
         (8000,),
         rows=16,
-        params={"background": "outlier-heavy"},
+        params={"background": "heavy-tailed"},
         profiles=FULL,
-        says="needles among keys with large channels",
+        says="needles among keys and weights with heavy tails",
     ),
 )
 
@@ -86,7 +86,16 @@ _OTHER_LAYERS = (
         profiles=FULL,
         says="an entry of 128 tokens completes while decoding",
     ),
-    Case("dyadic-hca-4217", "dyadic", (4217, 390), "decode", decode_tokens=3, layers=(3, 41), profiles=FULL),
+    Case(
+        "dyadic-hca-4217",
+        "dyadic",
+        (4217, 390),
+        mode="decode",
+        decode_tokens=3,
+        layers=(3, 41),
+        profiles=FULL,
+        says="zero tolerance at ratio 128",
+    ),
     Case(
         "pro-needle-6101",
         "needle",
@@ -133,8 +142,26 @@ _LONG = (
         profiles=GPU,
         says="33 requests of different lengths at once",
     ),
-    Case("needle-65536", "needle", (65536,), "chunked", chunk=8191, rows=64, layers=(2, 42), profiles=GPU),
-    Case("hca-prefill-16411", "gaussian", (16411, 8193), rows=256, layers=(3, 41), profiles=GPU),
+    Case(
+        "needle-65536",
+        "needle",
+        (65536,),
+        mode="chunked",
+        chunk=8191,
+        rows=64,
+        layers=(2, 42),
+        profiles=GPU,
+        says="up to the original context length",
+    ),
+    Case(
+        "hca-prefill-16411",
+        "gaussian",
+        (16411, 8193),
+        rows=256,
+        layers=(3, 41),
+        profiles=GPU,
+        says="128 entries and more of ratio 128",
+    ),
 )
 
 CASES = (

@@ -18,7 +18,7 @@ def _exact(q: Tensor, kv: Tensor, index: Tensor, sink: Tensor, scale: float) -> 
 
 
 def _inputs(rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q [rows, HEADS, WIDTH], kv [ENTRIES, WIDTH] with a NaN in slot 0, both exact in bf16; index [rows, 24], some -1."""
+    """q [rows, HEADS, WIDTH], kv [ENTRIES, WIDTH] with a NaN in slot 0, both exact in bf16; index [rows, 24]."""
     q = draw("a2").normal("q", rows, HEADS, WIDTH, dtype=torch.bfloat16).float()
     kv = draw("a2").normal("kv", ENTRIES, WIDTH, dtype=torch.bfloat16).float()
     kv[0] = torch.nan
