@@ -22,6 +22,9 @@ CANNOT_START = (126, 127)
 ERROR = re.compile(r"\berror: (?!subprocess-exited-with-error)", re.IGNORECASE)
 """A line that names what went wrong; pip first says that a subprocess did, and only then what."""
 
+HINTS = ("Note:", "hint:", "note:")
+"""How lines start that say what to do, not what happened."""
+
 CONTENT = ("agrees", "explained", "cannot judge", "pass", "good", "skip")
 """How conclusions start that do not make a verdict's stage the failing one."""
 
@@ -78,7 +81,7 @@ class Command:
 
     def run(self, place: Place, seed: int, logs: Path) -> Trial:
         """Runs once in `place`; output goes to `logs`.out and `logs`.err. KeyboardInterrupt ends the command, too."""
-        words = {**place.words, "seed": str(seed), "out": str(logs.with_suffix(".run")), "tree": str(place.tree)}
+        words = {**place.words, "seed": str(seed), "out": str(logs.with_suffix(".run").resolve()), "tree": str(place.tree)}
         started = time.monotonic()
         code = run_shell(self.line, place, words, logs, self.timeout)
         seconds = time.monotonic() - started
@@ -149,9 +152,10 @@ def _signal(code: int) -> str:
 
 
 def last_line(logs: Path, limit: int = 160) -> str:
-    """Last line with anything on it of what a command printed, errors first, cut to `limit` characters."""
+    """Last line that a command printed, hints left out, errors first, cut to `limit` characters."""
     for suffix in (".err", ".out"):
         lines = [line.strip() for line in _tail(logs.with_suffix(suffix)).splitlines() if line.strip()]
+        lines = [line for line in lines if not line.startswith(HINTS)]
         if lines:
             return lines[-1][:limit]
     return ""

@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from pathlib import Path
 
 import pytest
 
@@ -39,6 +40,19 @@ def test_fill_ins_are_quoted_and_in_the_environment(tmp_path):
         'test {python} = "/opt/a python" && test {seed}{commit} = 5abc && test $DIFFTEST_SEED/$DIFFTEST_COMMIT = 5/abc'
     )
     assert Command(line + " && test {tree} = $PWD").run(place(tmp_path), 5, tmp_path / "log").answer == "good"
+
+
+def test_out_is_a_directory_of_the_run_wherever_the_command_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tree").mkdir()
+    at = Place(tmp_path / "tree", plain_environment())
+    assert Command("mkdir {out}").run(at, 0, Path("logs/first")).answer == "good"
+    assert (tmp_path / "logs" / "first.run").is_dir()
+
+
+def test_the_reason_is_the_last_line_that_is_no_hint(tmp_path):
+    line = "echo 'no module named x' >&2; echo 'Note: install it' >&2; exit 125"
+    assert Command(line).run(place(tmp_path), 0, tmp_path / "log").why == "exit code 125: no module named x"
 
 
 def test_braces_of_the_shell_are_left_alone(tmp_path):
