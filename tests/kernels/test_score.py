@@ -8,7 +8,8 @@ import pytest
 import torch
 from difftest.kernels.layout import PAGE_BYTES, PAGE_ENTRIES, POISON_BYTE, empty_cache, write_slots
 from difftest.kernels.naive import gathered_scores
-from difftest.kernels.score import paged_scores
+from difftest.kernels.score import contiguous_scores, paged_scores
+from difftest.kernels.tile import Tile
 from difftest.reference.indexer import score as exact_score
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -203,3 +204,99 @@ def test_no_rows_no_width_and_refused_operands() -> None:
         paged_scores(s.query, s.weight, s.cache, s.table, s.lengths, width=129)
     with pytest.raises(ValueError, match="out is"):
         paged_scores(s.query, s.weight, s.cache, s.table, s.lengths, width=3, out=torch.empty(1, 4))
+
+
+@pytest.mark.parametrize("next_n", [2, 3])
+def test_rows_of_one_step_share_a_request(device: str, next_n: int) -> None:
+    """Speculative decoding: next_n rows a request, each with its own length; without `request` the table has one row
+    each.
+    """
+    lengths = [70 - next_n + i + 1 for i in range(next_n)] + [max(0, 2 - next_n + i) for i in range(next_n)]
+    s = scene(device, lengths, [0] * next_n + [1] * next_n, [70, 5])
+    tile = Tile(group=next_n, programs=1) if next_n == 2 else None
+    s.assert_scored(paged_scores(s.query, s.weight, s.cache, s.table, s.lengths, next_n=next_n, tile=tile))
+    s.assert_scored(paged_scores(s.query, s.weight, s.cache, s.table, s.lengths, s.request, next_n=next_n))
+
+
+@pytest.mark.parametrize("rows", [3, 9])
+@pytest.mark.parametrize("paged", [True, False], ids=["paged", "contiguous"])
+@pytest.mark.parametrize("group", [1, 2, 4])
+def test_a_prefill_shares_keys_among_its_rows(device: str, rows: int, paged: bool, group: int) -> None:
+    """Causal rows of one request, in tiles that the rows do not fill; keys past the last length are NaN."""
+    s = scene(device, [64 * row // rows * 5 + 1 for row in range(rows)], [0] * rows, [400])
+    tile = Tile(group=group, stages=3, programs=0, split=2)
+    if paged:
+        got = paged_scores(s.query, s.weight, s.cache, s.table, s.lengths, s.request, next_n=rows, tile=tile)
+    else:
+        keys = s.keys[0].to(device).clone()
+        keys[int(s.lengths.max()) :] = math.nan
+        got = contiguous_scores(s.query, s.weight, keys, s.lengths, tile=tile)
+    s.assert_scored(got)
+
+
+@pytest.mark.parametrize("programs", [1, 3])
+@pytest.mark.parametrize("keys", [64, 128])
+def test_every_schedule_gives_the_same_bits(device: str, programs: int, keys: int) -> None:
+    """Shares that end within a row, rows without entries, more programs than blocks: all equal one program a row."""
+    s = scene(device, [0, 130, 0, 0, 300, 64, 1], [0, 1, 2, 0, 2, 1, 0], [1, 130, 300])
+    arguments = (s.query, s.weight, s.cache, s.table, s.lengths, s.request)
+    base = paged_scores(*arguments, tile=Tile(keys=keys, programs=0, split=1 << 20))
+    s.assert_scored(base)
+    assert torch.equal(paged_scores(*arguments, tile=Tile(keys=keys, programs=programs)), base)
+    assert torch.equal(paged_scores(*arguments, tile=Tile(keys=keys, programs=0, split=1)), base)
+
+
+def test_all_rows_empty(device: str) -> None:
+    s = scene(device, [0] * 33, [0] * 33, [3])
+    out = torch.full((33, 64), math.nan, device=device)
+    paged_scores(s.query, s.weight, s.cache, s.table, s.lengths, s.request, width=64, out=out)
+    assert (out == -math.inf).all()
+
+
+@pytest.mark.gpu
+def test_pages_through_descriptors() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device here: descriptors are not interpreted")
+    s = scene("cuda", [0, 5, 67, 300], [0, 0, 1, 2], [70, 129, 300])
+    plain = paged_scores(s.query, s.weight, s.cache, s.table, s.lengths, s.request)
+    tile = Tile(descriptor=True)
+    assert torch.equal(paged_scores(s.query, s.weight, s.cache, s.table, s.lengths, s.request, tile=tile), plain)
+
+
+@pytest.mark.gpu
+def test_graph_replay_equals_eager_and_allocates_only_scores() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device here: there are no graphs to capture")
+    s = scene("cuda", [300, 67, 5, 0], [0, 1, 2, 2], [300, 70, 5])
+    eager = paged_scores(s.query, s.weight, s.cache, s.table, s.lengths, s.request, width=300)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    again = paged_scores(s.query, s.weight, s.cache, s.table, s.lengths, s.request, width=300)
+    assert torch.cuda.max_memory_allocated() - before <= -(-again.numel() * 4 // 512) * 512
+    out = torch.empty_like(eager)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        paged_scores(s.query, s.weight, s.cache, s.table, s.lengths, s.request, width=300, out=out)
+    for _ in range(3):
+        out.fill_(math.nan)
+        graph.replay()
+        assert torch.equal(out, eager)
+    s.lengths.copy_(torch.tensor([5, 70, 4, 299]))
+    s.request.copy_(torch.tensor([2, 1, 2, 0]))
+    graph.replay()
+    s.assert_scored(out)
+
+
+def test_refused_tiles_and_runs() -> None:
+    s = scene("cpu", [3, 3, 3, 3], [0, 0, 0, 0], [3])
+    with pytest.raises(ValueError, match=r"tile.group 2 does not divide next_n 1"):
+        paged_scores(s.query, s.weight, s.cache, s.table, s.lengths, s.request, tile=Tile(group=2))
+    with pytest.raises(ValueError, match="next_n 3 does not divide the 4 rows"):
+        paged_scores(s.query, s.weight, s.cache, s.table, s.lengths, s.request, next_n=3)
+    with pytest.raises(ValueError, match="page_table has 1 rows for 2 requests"):
+        paged_scores(s.query, s.weight, s.cache, s.table, s.lengths, next_n=2)
+    with pytest.raises(ValueError, match="width 4 is more than the 3 keys"):
+        contiguous_scores(s.query, s.weight, s.keys[0], s.lengths, width=4)
+    with pytest.raises(ValueError, match="keys is"):
+        contiguous_scores(s.query, s.weight, s.keys[0].float(), s.lengths)

@@ -1,0 +1,131 @@
+"""How a score kernel is cut into tiles: candidates, the choice for a shape, and the record of measured choices.
+
+`choose` answers from measurements recorded on this GPU (`record`), else from the defaults below, which were measured
+on an H200. Records live in one JSON file in the user's cache directory, keyed by GPU, kind of read and the shape
+rounded up to powers of two; a benchmark prints the choice it used.
+"""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+Kind = Literal["decode", "prefill"]
+
+RECORDS = "score-tiles.json"
+CACHE_VARIABLE = "DIFFTEST_KERNELS_CACHE"
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One way to run the score kernel.
+
+    keys        keys multiplied at once, a multiple of 64.         group   queries of one request multiplied at once.
+    warps, stages          Triton's num_warps and num_stages.
+    programs    persistent programs per multiprocessor; 0 runs one program for each group and share of `split` key
+    blocks. descriptor  read pages through tensor descriptors (the copy engine where the GPU has one).
+    """
+
+    keys: int = 64
+    group: int = 1
+    warps: int = 4
+    stages: int = 5
+    programs: int = 3
+    split: int = 64
+    descriptor: bool = False
+
+
+INTERPRETED_TILE = Tile(keys=8192, group=1, programs=2)
+"""On the CPU every step costs about the same whatever its size, so steps are large."""
+
+PERSISTENT_GROUPS = 1024
+"""Groups whose lengths a program can scan at once; more of them run in the split schedule."""
+
+PREFILL_ROWS = 4
+"""Consecutive rows of one request from which on a read counts as prefill."""
+
+DECODE = {1: Tile(), 2: Tile(group=2, programs=2)}
+PREFILL = Tile(group=4, stages=3, programs=0, split=1 << 20)
+SMALL_PREFILL = Tile(group=2, stages=3, programs=0, split=1 << 20)
+"""For GPUs whose registers or shared memory do not hold four queries at once."""
+
+CANDIDATES: dict[Kind, tuple[Tile, ...]] = {
+    "decode": (
+        *(Tile(stages=stages, programs=programs) for stages, programs in ((5, 2), (5, 3), (6, 2), (7, 2), (9, 1))),
+        Tile(keys=128, stages=4, programs=2),
+        Tile(keys=128, stages=5, programs=1),
+        Tile(stages=5, programs=0, split=16),
+        Tile(stages=5, programs=0, split=64),
+    ),
+    "prefill": (
+        PREFILL,
+        SMALL_PREFILL,
+        Tile(group=4, stages=2, programs=0, split=1 << 20),
+        Tile(group=4, keys=128, warps=8, stages=3, programs=0, split=1 << 20),
+    ),
+}
+
+
+def candidates(kind: Kind, group: int = 1) -> tuple[Tile, ...]:
+    """Tiles worth measuring: for decode those of `group` queries a request, for prefill all."""
+    if kind == "prefill" or group == 1:
+        return CANDIDATES[kind]
+    return tuple(Tile(**{**asdict(tile), "group": group}) for tile in CANDIDATES[kind] if tile.keys == Tile.keys)
+
+
+def choose(kind: Kind, rows: int, width: int, group: int, device: torch.device) -> Tile:
+    """The tile for a shape on `device`: the recorded one, else the default. The CPU has its own."""
+    if device.type == "cpu":
+        return INTERPRETED_TILE
+    found = _records(records_file()).get(shape_key(kind, rows, width, group, device))
+    if found is not None:
+        return found
+    if kind == "prefill":
+        return PREFILL if torch.cuda.get_device_capability(device)[0] == 9 else SMALL_PREFILL
+    return DECODE.get(group, Tile(group=group, programs=1))
+
+
+def record(kind: Kind, rows: int, width: int, group: int, device: torch.device, tile: Tile) -> None:
+    """Keeps `tile` as the choice for this shape on this GPU, for this and later processes."""
+    file = records_file()
+    known = {**_records(file), shape_key(kind, rows, width, group, device): tile}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(f".{os.getpid()}.part")
+    part.write_text(json.dumps({key: asdict(value) for key, value in known.items()}, indent=1, sort_keys=True))
+    part.replace(file)
+    _records.cache_clear()
+
+
+def shape_key(kind: Kind, rows: int, width: int, group: int, device: torch.device) -> str:
+    """Key of a record: GPU, kind, queries a request, rows and width rounded up to powers of two."""
+    gpu = torch.cuda.get_device_name(device)
+    return f"{gpu}/{kind}/{group}/{_pow2(rows)}x{_pow2(width)}"
+
+
+def cache_folder() -> Path:
+    """Where this package keeps what it built or measured: DIFFTEST_KERNELS_CACHE, else the user's cache directory."""
+    named = os.environ.get(CACHE_VARIABLE)
+    if named:
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "difftest-kernels"
+
+
+def records_file() -> Path:
+    return cache_folder() / RECORDS
+
+
+@lru_cache(maxsize=4)
+def _records(file: Path) -> dict[str, Tile]:
+    """Recorded tiles; an unreadable or foreign file counts as empty, since it only costs speed."""
+    try:
+        return {key: Tile(**value) for key, value in json.loads(file.read_text()).items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _pow2(number: int) -> int:
+    return 1 << max(0, number - 1).bit_length()
