@@ -81,7 +81,12 @@ class Command:
 
     def run(self, place: Place, seed: int, logs: Path) -> Trial:
         """Runs once in `place`; output goes to `logs`.out and `logs`.err. KeyboardInterrupt ends the command, too."""
-        words = {**place.words, "seed": str(seed), "out": str(logs.with_suffix(".run").resolve()), "tree": str(place.tree)}
+        words = {
+            **place.words,
+            "seed": str(seed),
+            "out": str(logs.with_suffix(".run").resolve()),
+            "tree": str(place.tree),
+        }
         started = time.monotonic()
         code = run_shell(self.line, place, words, logs, self.timeout)
         seconds = time.monotonic() - started
