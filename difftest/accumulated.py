@@ -10,7 +10,7 @@ from . import findings
 from .accumulated_attention import attention_change, lost_mass
 from .accumulated_topk import compare_selection
 from .ball import UNIT_BF16
-from .measured import Measured, named
+from .measured import Measured
 from .paths.base import Declaration
 from .record import Finding, Record
 from .reference.chunks import slices
@@ -64,7 +64,8 @@ def _fault(stage: StageName, inputs: LayerInputs, trace: Trace, baseline: Trace)
                 return f"{owner.path} has no {stage}.{name}"
             tensor = owner[stage][name]
             if tensor.shape != baseline[stage][name].shape:
-                return f"{owner.path} has {stage}.{name} {list(tensor.shape)}, {baseline.path} {list(baseline[stage][name].shape)}"
+                want = list(baseline[stage][name].shape)
+                return f"{owner.path} has {stage}.{name} {list(tensor.shape)}, {baseline.path} has {want}"
             masked = tensor
             if stage == "score":
                 hidden = torch.arange(tensor.shape[1], device=tensor.device) >= inputs.visible[:, None]
@@ -77,9 +78,7 @@ def _fault(stage: StageName, inputs: LayerInputs, trace: Trace, baseline: Trace)
     return ""
 
 
-def _measure(
-    stage: StageName, inputs: LayerInputs, trace: Trace, baseline: Trace, declares: Declaration
-) -> Measured:
+def _measure(stage: StageName, inputs: LayerInputs, trace: Trace, baseline: Trace, declares: Declaration) -> Measured:
     if stage == "score":
         return _score(inputs, trace, baseline)
     if stage == "topk":
@@ -97,9 +96,9 @@ def _tensors(stage: StageName, trace: Trace, baseline: Trace) -> Measured:
     for name in STAGES[stage].tensors:
         error, largest, factor = change(trace[stage][name], baseline[stage][name])
         prefix = "" if name == "value" else f"{name}_"
-        metrics |= {f"{prefix}error": error, f"{prefix}max_error": largest, f"{prefix}scale_factor": factor}
-    if "error" not in metrics:
-        metrics["error"] = max(value for name, value in metrics.items() if name.endswith("_error") and "max" not in name)
+        metrics |= {f"{prefix}relative_error": error, f"{prefix}max_error": largest, f"{prefix}scale_factor": factor}
+    if "relative_error" not in metrics:
+        metrics["relative_error"] = max(value for name, value in metrics.items() if name.endswith("relative_error"))
     return Measured(metrics, facts={"unit": "error norm / norm"})
 
 

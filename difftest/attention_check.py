@@ -25,7 +25,7 @@ def check_attention(inputs: LayerInputs, trace: Trace, declares: Declaration) ->
     excess    over elements of both tensors.
     row_rms   the largest ratio of a row's error norm to its bound (at most 1): sees noise that the bound of a single
               element hides, such as an undeclared rounding.
-    gain      the head whose output is scaled most, <got, exact> / <exact, exact> - 1 over all rows, in units of its bound:
+    gain      the head whose output is scaled most, <got, exact> / <exact, exact> - 1 over all rows, beside its bound:
               sees a sink that is missing, doubled or shifted.
     """
     value, lse = trace["attention"]["value"], trace["attention"]["lse"]

@@ -45,15 +45,15 @@ class ScoreBall:
 def score_ball(q: Tensor, k: Tensor, w: Tensor, declares: Declaration) -> ScoreBall:
     """Ball of the scores of q [R, H, D], k [E, D], w [R, H] as the path stored them, any float dtype.
 
-    fp32, the smaller of two bounds. In the worst case each dot errs by gamma(D + 4) sum_i |q_i k_i| in any order (4: the
-    dequantised values the judge reads are themselves rounded products code * scale), with the unit v = 2^-23 of a
+    fp32, the smaller of two bounds. In the worst case each dot errs by gamma(D + 4) sum_i |q_i k_i| in any order (4:
+    the dequantised values the judge reads are themselves rounded products code * scale), with the unit v = 2^-23 of a
     truncating accumulator; relu is 1-Lipschitz, so the sum over heads errs by sum_h |w_h| of that, plus gamma(H + 6)
     T, T = sum_h |w_h| relu(q_h . k), for weights (folding a query scale in and out: 3), products and additions.
     sum_h |w_h| sum_i |q_hi| |k_i| is one product of [R, D] by [D, E].
     In the usual case roundings are independent: each is at most v times a partial sum, and partial sums of a dot are of
     the size of its norm |x|, x_i = q_i k_i, so the dot errs with variance v^2 D |x|^2 and the score with
-    sum_h w_h^2 of that, times lambda for FAILURE over EVENTS; truncation always goes towards zero, which adds a bias of v
-    a step, and a tensor core adds LANES products or more in one: gamma((D + H) / LANES + 8) T.
+    sum_h w_h^2 of that, times lambda for FAILURE over EVENTS; truncation always goes towards zero, which adds a bias of
+    v a step, and a tensor core adds LANES products or more in one: gamma((D + H) / LANES + 8) T.
     The fp8 tensor core and the published bf16 roundings add to this: `_wgmma`, `_rounded_heads`.
     """
     if declares.score_rounds == "bf16":
@@ -161,8 +161,9 @@ def _rounded_heads(q: Tensor, k: Tensor, w: Tensor) -> ScoreBall:
     """The published scores: q . k to bf16 per head, relu, times w to bf16, summed in fp32 (and to bf16 at the end).
 
     The dot carries its fp32 error (`score_ball`, the usual case) into its rounding; where both ends of that ball round
-    alike, the rounded dot is known. Its product with a bf16 weight is exact in fp32, so the next rounding is known too; elsewhere the term
-    may be off by |w| times the dot's ambiguity, rounded: at most one more step, 2^-7 of the larger term.
+    alike, the rounded dot is known. Its product with a bf16 weight is exact in fp32, so the next rounding is known too;
+    elsewhere the term may be off by |w| times the dot's ambiguity, rounded: at most one more step, 2^-7 of the larger
+    term.
     """
     dots = _dots(q, k)
     exact = dots.float()

@@ -61,8 +61,8 @@ def granularity(name: str, got: Tensor, exact: Tensor, coarse: int = COARSE_BITS
     """Values declared fp32 that sit on a coarser grid although the exact values do not.
 
     A rounding smaller than the accumulator's bound cannot be seen element by element. It is seen in the bits: of the
-    elements whose exact value needs more than 24 - `coarse` significant bits, an fp32 result ends in `coarse` zeros with
-    probability 2^-coarse each. GRID_SHARE of at least GRID_SAMPLE doing so has probability below 1e-40.
+    elements whose exact value needs more than 24 - `coarse` significant bits, an fp32 result ends in `coarse` zeros
+    with probability 2^-coarse each. GRID_SHARE of at least GRID_SAMPLE doing so has probability below 1e-40.
     """
     fine = (trailing_zeros(exact) < coarse) & (got != 0) & got.isfinite()
     count = int(fine.sum())

@@ -46,8 +46,25 @@ def check_isolated(stage: StageName, inputs: LayerInputs, trace: Trace, declares
         findings=measured.findings,
         worst=measured.worst,
         skipped=measured.skipped,
-        facts=measured.facts,
+        facts={"format": declared_format(stage, declares), **measured.facts},
     )
+
+
+def declared_format(stage: StageName, declares: Declaration) -> str:
+    """The number format a stage declares for what it stores, as people call it; "fp32" where nothing is rounded."""
+    score = declares.score if declares.score_rounds == "none" else "bf16"
+    latents = dict.fromkeys((declares.window.stored, declares.latent.stored))
+    formats: dict[StageName, str] = {
+        "compressed": declares.pool,
+        "index_k": declares.key.stored,
+        "index_q": declares.query.stored,
+        "head_weight": declares.weight,
+        "score": score,
+        "topk": "none",
+        "kv": " and ".join(latents),
+        "attention": declares.probability,
+    }
+    return formats[stage].replace("none", "fp32")
 
 
 def _blocked(stage: StageName, inputs: LayerInputs, trace: Trace) -> Measured | None:
@@ -60,7 +77,7 @@ def _blocked(stage: StageName, inputs: LayerInputs, trace: Trace) -> Measured | 
             continue
         for name in STAGES[upstream].tensors:
             bad = findings.not_finite(f"{upstream}.{name}", trace[upstream][name])
-            if bad and not (upstream == "attention"):
+            if bad:
                 return Measured(skipped=f"upstream {bad[0].message}")
     want = expected_shapes(stage, inputs)
     wrong = [

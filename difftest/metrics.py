@@ -17,7 +17,7 @@ Locate = Callable[[tuple[int, ...]], dict[str, int]]
 
 
 def excess_of(distance: Tensor, rad: Tensor) -> Tensor:
-    """distance / rad: the factor by which the bound would have to grow for the element to pass; 0 / 0 and x / inf are 0.
+    """distance / rad: the factor by which the bound would have to grow for the element to pass; 0 / 0, x / inf give 0.
 
     FP64_SLACK absorbs the judge's own rounding, where an unsure bit moves the exact value precisely onto the next tie.
     """

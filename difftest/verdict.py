@@ -1,181 +1,326 @@
-"""Turns records into verdicts under a policy; needs the records alone, so an old run can be judged again."""
+"""Verdicts, from records alone: agrees, bug at a stage, explained by a format, or cannot judge, and why."""
 
-import tomllib
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from .record import Record
-from .stages import STAGES, StageName, nearest
+from .policy import Budget, Policy, load_policy
+from .record import Record, Worst
+from .stages import STAGES, StageName
 from .text import apart, place
 
-Answer = Literal["agrees", "bug", "explained", "cannot judge"]
-POLICIES = Path(__file__).parent / "policies"
+__all__ = [
+    "Answer",
+    "Policy",
+    "Summary",
+    "Verdict",
+    "explain_failure",
+    "failing",
+    "first_failure",
+    "judge",
+    "load_policy",
+    "overall",
+]
 
+Answer = Literal["agrees", "explained", "cannot judge", "bug"]
+EXIT_CODES: dict[Answer, int] = {"agrees": 0, "explained": 0, "bug": 1, "cannot judge": 125}
+SEVERITY: tuple[Answer, ...] = ("agrees", "explained", "cannot judge", "bug")
 
-@dataclass(frozen=True)
-class Policy:
-    """What is good enough. Fields are the keys of a policy file; `difftest/policies/default.toml` explains each."""
-
-    name: str
-    max_excess: float
-    min_recall: float
-    max_attention_error: float
-    format_fails: bool
+NOT_EXERCISED = "selection not exercised"
+ORACLE = "oracle"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The answer for one case, layer and path. `text` says it in a sentence; `stage` is the first to blame, or None."""
+    """What a policy says about one path on one layer of one case.
+
+    stage     bug: the first stage, in order, whose check failed. explained: the stage whose format costs most.
+    rule      what failed: `excess`, another bounded metric, the rule of a finding, or the budget.
+    format    explained: the declared format of that stage.
+    worst     the element furthest off in units of its bound, with both values.
+    needed    the smallest factor on the bound with which the failed rule would have passed (infinite for findings).
+    exit_code  0 agrees, 1 bug, 125 cannot judge; explained: 1 under a policy that lets formats fail, else 0.
+    notes     what else a reader should know: unexercised selection, accumulated findings under a lenient policy.
+    """
 
     case: str
     layer: int
+    kind: str
     path: str
     answer: Answer
-    stage: StageName | None
-    text: str
+    why: str
     exit_code: int
+    stage: StageName | None = None
+    rule: str = ""
+    format: str = ""
+    worst: Worst | None = None
+    needed: float = 0.0
+    notes: tuple[str, ...] = field(default_factory=tuple)
+
+    @property
+    def headline(self) -> str:
+        """agrees / bug at index_k / explained by format e4m3 at index_k / cannot judge."""
+        if self.answer == "bug":
+            return f"bug at {self.stage}"
+        if self.answer == "explained":
+            return f"explained by format {self.format or 'as declared'} at {self.stage}"
+        return self.answer
+
+    @property
+    def text(self) -> str:
+        """The whole verdict in a sentence."""
+        notes = "".join(f" ({note})" for note in self.notes)
+        return f"{self.headline}{f': {self.why}' if self.why else ''}{notes}"
 
     def __str__(self) -> str:
         return f"{self.case} layer {self.layer} {self.path}: {self.text}"
 
     def to_json(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        """Plain values; infinities become strings, since JSON has none. `text` is the sentence people read."""
+        raw = asdict(self)
+        raw["needed"] = _plain(self.needed)
+        if self.worst:
+            raw["worst"] = {name: _plain(value) for name, value in asdict(self.worst).items()}
+        return {**raw, "headline": self.headline, "text": self.text}
 
 
-def load_policy(name_or_path: str) -> Policy:
-    """A shipped policy by name (strict, default, exploratory) or any TOML file with the same keys.
+def _plain(value: Any) -> Any:
+    finite = not isinstance(value, float) or value - value == 0
+    return value if finite else str(value)
 
-    Raises ValueError for an unknown name, an unknown or missing key, or a value of the wrong type.
-    """
-    shipped = POLICIES / f"{name_or_path}.toml"
-    file = shipped if shipped.is_file() else Path(name_or_path)
-    if not file.is_file():
-        raise ValueError(nearest(name_or_path, [known.stem for known in POLICIES.glob("*.toml")], "policy"))
-    try:
-        raw = tomllib.loads(file.read_text())
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{file} is not TOML: {error}") from error
-    keys = {field.name: field.type for field in fields(Policy) if field.name != "name"}
-    if set(raw) != set(keys):
-        wrong = sorted(set(raw) ^ set(keys))
-        raise ValueError(f"{file}: {', '.join(wrong)} is unknown or missing; a policy has exactly {', '.join(keys)}")
-    for key, value in raw.items():
-        if not isinstance(value, bool if keys[key] is bool else int | float) or (keys[key] is float and value is True):
-            raise ValueError(f"{file}: {key} = {value!r} should be a {'true or false' if keys[key] is bool else 'number'}")
-    return Policy(file.stem, **raw)
+
+@dataclass(frozen=True)
+class Summary:
+    """A path's verdicts together: the worst answer, the verdict that shows it first, and how many there are of each."""
+
+    path: str
+    answer: Answer
+    first: Verdict
+    counts: dict[str, int]
 
 
 def judge(records: Iterable[Record], policy: Policy) -> list[Verdict]:
-    """One verdict for each (case, layer, path), in the order in which they first appear in the records."""
+    """One verdict for each (case, layer, path), in the order in which they first appear.
+
+    Isolated records decide first, in stage order: the first that fails is the bug. Without a failure, a skipped record
+    means `cannot judge`. Then accumulated findings, then budgets, both only against the oracle.
+    """
     groups: dict[tuple[str, int, str], list[Record]] = {}
     for record in records:
         groups.setdefault((record.case, record.layer, record.path), []).append(record)
-    return [_verdict(key, group, policy) for key, group in groups.items()]
+    return [_judge_one(group, policy) for group in groups.values()]
+
+
+def overall(verdicts: Sequence[Verdict]) -> list[Summary]:
+    """One summary a path; `first` is the earliest layer and stage with the worst answer."""
+    order = list(STAGES)
+    summaries = []
+    for path in dict.fromkeys(verdict.path for verdict in verdicts):
+        mine = [verdict for verdict in verdicts if verdict.path == path]
+        worst = max((verdict.answer for verdict in mine), key=SEVERITY.index)
+        shown = [verdict for verdict in mine if verdict.answer == worst]
+        first = min(shown, key=lambda verdict: (verdict.layer, order.index(verdict.stage) if verdict.stage else -1))
+        counts = {answer: sum(verdict.answer == answer for verdict in mine) for answer in SEVERITY}
+        summaries.append(Summary(path, worst, first, {name: count for name, count in counts.items() if count}))
+    return summaries
+
+
+def _judge_one(records: list[Record], policy: Policy) -> Verdict:
+    order = list(STAGES)
+    isolated = sorted((r for r in records if r.comparison == "isolated"), key=lambda r: order.index(r.stage))
+    accumulated = [r for r in records if r.comparison == "accumulated" and r.against == ORACLE]
+    for record in isolated:
+        failed = failure(record, policy)
+        if failed:
+            return _verdict(
+                record,
+                "bug",
+                failed.why,
+                stage=record.stage,
+                rule=failed.rule,
+                worst=failed.worst,
+                needed=failed.needed,
+            )
+    found = [(record, finding) for record in accumulated for finding in record.findings]
+    if found and policy.accumulated_findings == "bug":
+        record, finding = found[0]
+        return _verdict(
+            record,
+            "bug",
+            finding.message,
+            stage=record.stage,
+            rule=finding.rule,
+            worst=record.worst,
+            needed=float("inf"),
+        )
+    notes = tuple(finding.message for _, finding in found)
+    skipped = [record for record in isolated if record.skipped]
+    blocked = [record for record in skipped if record.skipped != NOT_EXERCISED]
+    if blocked:
+        return _verdict(blocked[0], "cannot judge", f"{blocked[0].stage}: {blocked[0].skipped}", notes=notes)
+    if skipped:
+        longest = skipped[0].facts.get("why", "")
+        if policy.unexercised == "cannot judge":
+            rest = "; every other stage agrees" if len(isolated) > 1 else ""
+            return _verdict(skipped[0], "cannot judge", f"{NOT_EXERCISED}: {longest}{rest}", notes=notes)
+        notes = (f"{NOT_EXERCISED}: {longest}", *notes)
+    missed = [(budget, record) for budget in policy.budgets for record in accumulated if budget.missed(record)]
+    if missed:
+        return _explained(*missed[0], records, policy, notes)
+    if not isolated and not accumulated:
+        return _verdict(
+            records[0], "cannot judge", "nothing was compared with the exact stage or the oracle", notes=notes
+        )
+    return _verdict(records[0], "agrees", "", notes=notes)
 
 
 def failing(record: Record, policy: Policy) -> bool:
-    """Whether an isolated record fails: a finding, or a metric above its bound times the policy's factor."""
-    if record.comparison != "isolated":
-        return False
-    over = (record.metrics.get(name, 0.0) > bound * policy.max_excess for name, bound in record.bounds.items())
-    return bool(record.findings) or (not record.skipped and any(over))
+    """Whether an isolated record breaks a rule."""
+    return record.comparison == "isolated" and failure(record, policy) is not None
 
 
 def first_failure(records: Iterable[Record], policy: Policy) -> Record | None:
-    """The failing isolated record that comes first in stage order (earliest layer first)."""
+    """The failing isolated record of the earliest layer that comes first in stage order."""
     order = list(STAGES)
     bad = [record for record in records if failing(record, policy)]
     return min(bad, key=lambda record: (record.layer, order.index(record.stage)), default=None)
 
 
-def _verdict(key: tuple[str, int, str], records: list[Record], policy: Policy) -> Verdict:
-    bad = first_failure(records, policy)
-    if bad:
-        return Verdict(*key, "bug", bad.stage, f"bug at stage {bad.stage}: {describe(bad, policy)}", 1)
-    skipped = [record for record in records if record.comparison == "isolated" and record.skipped]
-    unexercised = [record for record in skipped if record.skipped == "selection not exercised"]
-    blocked = [record for record in skipped if record not in unexercised]
-    if blocked:
-        return Verdict(*key, "cannot judge", blocked[0].stage, f"cannot judge at {blocked[0].stage}: {blocked[0].skipped}", 125)
-    if not any(record.comparison == "isolated" for record in records):
-        return Verdict(*key, "cannot judge", None, "cannot judge: no isolated check was made", 125)
-    short = _shortfall(records, policy)
-    if short:
-        stage, text = _format_at_fault(records)
-        code = 1 if policy.format_fails else 0
-        return Verdict(*key, "explained", stage, f"explained by {text}: {short}", code)
-    note = " (selection not exercised: every row selects all it sees)" if unexercised else ""
-    return Verdict(*key, "agrees", None, f"agrees{note}", 0)
+def _verdict(record: Record, answer: Answer, why: str, **rest: Any) -> Verdict:
+    code = rest.pop("exit_code", EXIT_CODES[answer])
+    return Verdict(record.case, record.layer, record.kind, record.path, answer, why, code, **rest)
 
 
-def _quality(records: Iterable[Record], stage: StageName, metric: str) -> float | None:
-    for record in records:
-        if record.comparison == "accumulated" and record.stage == stage and metric in record.metrics:
-            return record.metrics[metric]
+@dataclass(frozen=True)
+class Failure:
+    """Why an isolated record fails: rule, sentence, worst element and the smallest factor that would have passed."""
+
+    rule: str
+    why: str
+    worst: Worst | None
+    needed: float
+
+
+def failure(record: Record, policy: Policy) -> Failure | None:
+    """The first rule an isolated record breaks: its findings, then every metric that has a bound and a factor."""
+    if record.findings:
+        finding = record.findings[0]
+        more = f" (and {len(record.findings) - 1} more findings)" if len(record.findings) > 1 else ""
+        return Failure(finding.rule, finding.message + more, record.worst, float("inf"))
+    for metric, factor in policy.isolated.items():
+        if metric not in record.metrics or metric not in record.bounds:
+            continue
+        value, bound = record.metrics[metric], record.bounds[metric]
+        if value <= factor * bound:
+            continue
+        needed = value / bound if bound else float("inf")
+        if metric == "excess" and record.worst:
+            return Failure(metric, _worst_sentence(record.worst, value, record.facts), record.worst, needed)
+        shown, limit = apart(value, factor * bound)
+        where = _where_fact(metric, record.facts)
+        return Failure(
+            metric,
+            f"{metric} {shown}{where} exceeds its bound {limit}; passes from {needed:.4g} times it",
+            record.worst,
+            needed,
+        )
     return None
 
 
-def _shortfall(records: list[Record], policy: Policy) -> str:
-    recall = _quality(records, "topk", "recall")
-    error = _quality(records, "attention", "relative_error")
-    parts = []
-    if recall is not None and recall < policy.min_recall:
-        parts.append("recall {} is below {}".format(*apart(recall, policy.min_recall)))
-    if error is not None and error > policy.max_attention_error:
-        parts.append("attention error {} is above {}".format(*apart(error, policy.max_attention_error)))
-    return ", ".join(parts)
+def _where_fact(metric: str, facts: dict[str, Any]) -> str:
+    named = {"gain": ("gain_head", "head"), "row_rms": ("worst_row", "row")}
+    key, word = named.get(metric, ("", ""))
+    return f" at {word} {facts[key]}" if key in facts else ""
 
 
-def _format_at_fault(records: list[Record]) -> tuple[StageName, str]:
-    """The stage whose accumulated relative error is largest among those that store in a format, and that format."""
-    stored = [
-        record
-        for record in records
-        if record.comparison == "accumulated" and record.stage in ("index_k", "index_q", "kv", "head_weight")
-    ]
-    if not stored:
-        return "score", "its number formats"
-    worst = max(stored, key=lambda record: record.metrics.get("relative_error", 0.0))
-    return worst.stage, f"format {worst.facts.get('format', 'of the path')} at stage {worst.stage}"
-
-
-def describe(record: Record, policy: Policy) -> str:
-    """What is wrong in one line: the finding, or the worst element, both values, its bound and what would have passed."""
-    if record.findings:
-        more = f" (and {len(record.findings) - 1} more findings)" if len(record.findings) > 1 else ""
-        return f"{record.findings[0].rule}: {record.findings[0].message}{more}"
-    for name, bound in record.bounds.items():
-        value = record.metrics.get(name, 0.0)
-        if value > bound * policy.max_excess:
-            if name == "excess" and record.worst:
-                return _worst(record)
-            return "{} {} is above its bound {}".format(name, *apart(value, bound * policy.max_excess))
-    return "nothing is outside its bound"
-
-
-def _worst(record: Record) -> str:
-    worst, excess = record.worst, record.metrics["excess"]
-    assert worst is not None
+def _worst_sentence(worst: Worst, excess: float, facts: dict[str, Any]) -> str:
+    """ "row 3, entry 70: got 1.2346, exact 1.2345, bound 2e-06; passes from 51.2 times the bound"."""
     got, want = apart(worst.got, worst.want)
-    return (
-        f"{place(worst.where)}: got {got}, want {want} within {worst.bound:.3g}; "
-        f"the bound would have to be {excess:.4g} times as large"
+    unit = f" ({facts['worst_unit']})" if "worst_unit" in facts else ""
+    needed, bound = excess * worst.bound, worst.bound
+    if excess == float("inf"):
+        rest = f"bound {bound:.4g}; no bound covers it"
+    else:
+        needed_text, bound_text = apart(needed, bound)
+        rest = f"bound {bound_text}; the smallest that passes is {needed_text} ({excess:.4g} times)"
+    return f"{place(worst.where)}{unit}: got {got}, exact {want}, {rest}"
+
+
+CAUSES: dict[StageName, tuple[tuple[str, StageName], ...]] = {
+    "score": (
+        ("format_index_k", "index_k"),
+        ("format_index_q", "index_q"),
+        ("format_head_weight", "head_weight"),
+        ("arithmetic_error", "score"),
+    ),
+    "attention": (("selection_error", "topk"), ("format_error", "kv"), ("arithmetic_error", "attention")),
+}
+"""Metrics of an accumulated record that split its error, and the stage each of them points at."""
+
+
+def _explained(
+    budget: Budget, record: Record, records: list[Record], policy: Policy, notes: tuple[str, ...]
+) -> Verdict:
+    """A missed budget without an isolated failure: names the stage with the largest share of the error."""
+    by_stage = {r.stage: r for r in records if r.comparison == "accumulated" and r.against == record.against}
+    stage, shares = _largest_share("score" if budget.stage == "topk" else budget.stage, by_stage)
+    if stage == "topk":
+        stage, more = _largest_share("score", by_stage)
+        shares += f"; of the scores: {more}" if more else ""
+    formats = {r.stage: str(r.facts["format"]) for r in records if r.comparison == "isolated" and "format" in r.facts}
+    value, limit = apart(
+        record.metrics[budget.metric], budget.min if budget.min is not None else float(budget.max or 0)
+    )
+    side = "below" if budget.min is not None else "above"
+    why = f"{budget.stage} {budget.metric} {value} is {side} the budget {limit}" + (
+        f"; shares: {shares}" if shares else ""
+    )
+    return _verdict(
+        record,
+        "explained",
+        why,
+        stage=stage or budget.stage,
+        rule=str(budget),
+        format=formats.get(stage or budget.stage, ""),
+        worst=record.worst,
+        notes=notes,
+        exit_code=int(policy.format_fails),
     )
 
 
+def _largest_share(stage: StageName, by_stage: dict[StageName, Record]) -> tuple[StageName | None, str]:
+    record = by_stage.get(stage)
+    causes = CAUSES.get(stage, ())
+    if record is None or not causes:
+        return (stage if record else None), ""
+    shares = [(record.metrics[metric], cause) for metric, cause in causes if metric in record.metrics]
+    if not shares:
+        return stage, ""
+    text = ", ".join(f"{cause} {value:.3g}" for value, cause in sorted(shares, reverse=True))
+    return max(shares)[1], text
+
+
 def explain_failure(verdict: Verdict, records: Iterable[Record]) -> str:
-    """First line: what diverged first. Then one line a stage up to it, so that what was verified before is in sight."""
+    """A red verdict for people: the divergence first, then one line a stage, then how to run it again."""
+    mine = [r for r in records if (r.case, r.layer, r.path) == (verdict.case, verdict.layer, verdict.path)]
     lines = [str(verdict)]
-    for record in records:
-        if record.comparison == "isolated" and (record.case, record.layer, record.path) == (
-            verdict.case,
-            verdict.layer,
-            verdict.path,
-        ):
-            excess = record.metrics.get("excess")
-            state = record.skipped or ("FAILS" if record.stage == verdict.stage else "ok")
-            lines.append(f"  {record.stage:<12} {state}" + ("" if excess is None else f", excess {excess:.3g} of 1"))
-    lines.append(f"reproduce: difftest run --case {verdict.case} --layer {verdict.layer} --path {verdict.path}")
+    isolated = [record for record in mine if record.comparison == "isolated"]
+    for record in isolated:
+        lines.append("  " + _stage_line(record))
+    at = next((record for record in isolated if record.stage == verdict.stage), None)
+    for finding in at.findings if at else []:
+        lines.append(f"  {finding.rule}: {finding.message}")
+    lines.append(f"  run again: difftest run --case {verdict.case} --layer {verdict.layer} --path {verdict.path}")
     return "\n".join(lines)
+
+
+def _stage_line(record: Record) -> str:
+    if record.skipped:
+        return f"{record.stage:<12} skipped: {record.skipped}"
+    parts = []
+    for metric in ("deviation", "excess", "rms", "row_rms", "gain"):
+        if metric in record.metrics and metric in record.bounds:
+            parts.append(f"{metric} {record.metrics[metric]:.3g} / {record.bounds[metric]:.3g}")
+    unit = f" ({record.facts['unit']})" if "unit" in record.facts else ""
+    found = f"  {len(record.findings)} findings" if record.findings else ""
+    return f"{record.stage:<12} {', '.join(parts)}{unit}{found}"
