@@ -35,6 +35,9 @@ class SglangFp4Model(SglangFp8Model):
         query=Rounding(rotated="bf16", transformed="bf16", stored="e2m1_ties_down"),
     )
 
+    def __init__(self) -> None:
+        super().__init__()
+
     def quantise_key(self, key: Tensor) -> tuple[Tensor, Tensor]:
         """fp32 [..., D] -> e2m1 codes uint8 [..., D] (one a byte) and fp32 power-of-two scales [..., D / 32]."""
         blocks = key.reshape(*key.shape[:-1], -1, BLOCK)

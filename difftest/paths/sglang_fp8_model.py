@@ -5,6 +5,7 @@ DeepGEMM's `fp8_paged_mqa_logits`. Each operation is a method of its own, so tha
 """
 
 import math
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from ..reference.inputs import LayerInputs
 from ..trace import StageTensors, Trace
+from . import _hopper_scores as hopper
 from . import _sglang_math as math_
 from ._sglang_attention import AttentionModel, completed_entries
 from .base import Declaration, Path, Rounding
@@ -40,11 +42,21 @@ SCORE_BYTES = 1 << 25
 
 
 class SglangFp8Model(AttentionModel, Path):
-    """SGLang's fp8 index path. Nothing of a key or query is rounded before its single e4m3 rounding."""
+    """SGLang's fp8 index path. Nothing of a key or query is rounded before its single e4m3 rounding.
+
+    accumulator   of the scores: `fp32` (default), or `wgmma` for the tensor core of an H100 or H200 bit for bit.
+    """
 
     name: ClassVar[str] = "sglang-fp8-model"
     says: ClassVar[str] = "torch model of SGLang's CUDA fp8 kernels, at every rounding point"
     declares = SGLANG_FP8
+
+    def __init__(self, accumulator: str = "fp32") -> None:
+        if accumulator not in ("fp32", "wgmma"):
+            raise ValueError(f"accumulator is {accumulator!r}: choose fp32 or wgmma")
+        self.accumulator = accumulator
+        if accumulator == "wgmma":
+            self.declares = replace(type(self).declares, score="fp8_wgmma")
 
     def hadamard(self, x: Tensor) -> Tensor:
         return math_.hadamard(x)
@@ -143,6 +155,8 @@ class SglangFp8Model(AttentionModel, Path):
 
     def dot(self, query: Tensor, key: Tensor) -> Tensor:
         """Products of every head: query [r, H, D], key [n, D] -> [r, H, n], fp32 sums of exact products."""
+        if self.accumulator == "wgmma":
+            return hopper.fp8_dot(query.flatten(0, 1), key).view(*query.shape[:2], -1)
         return query @ key.T
 
     def activate(self, product: Tensor) -> Tensor:
@@ -156,6 +170,12 @@ class SglangFp8Model(AttentionModel, Path):
     def scale_score(self, total: Tensor, scale: Tensor) -> Tensor:
         """Times the key's scale: [r, n] and [n] -> [r, n]."""
         return total * scale
+
+    def combine(self, product: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+        """Scores from the products after ReLU: [r, H, n], [r, H] and [n] -> [r, n]."""
+        if self.accumulator == "wgmma":
+            return hopper.reduce_heads(product, weight, scale)
+        return self.scale_score(self.sum_heads(product, weight), scale)
 
     def score(self, inputs: LayerInputs, trace: Trace) -> StageTensors:
         visible = self.visible(inputs)
@@ -180,7 +200,7 @@ class SglangFp8Model(AttentionModel, Path):
             stop = min(start + block, last)
             key, scale = self.score_key(trace, slice(offset + start, offset + stop))
             product = self.activate(self.dot(query, key))
-            out[:, start:stop] = self.scale_score(self.sum_heads(product, weight), scale)
+            out[:, start:stop] = self.combine(product, weight, scale)
         return self.mask(out, visible)
 
     def mask(self, score: Tensor, visible: Tensor) -> Tensor:

@@ -141,3 +141,13 @@ def test_attention(run: Run) -> None:
     magnitude = magnitude_of(inputs, trace)
     assert bool(((got["value"] - want["value"]).abs() <= OUTPUT_BOUND * magnitude).all())
     assert bool(((got["lse"] - want["lse"]).abs() <= LSE_BOUND).all())
+
+
+@needs_recordings
+def test_scores_are_equal_bit_for_bit_with_the_tensor_cores_accumulator(run: Run) -> None:
+    """All 32 bits of every score: the truncation of the accumulator and the order of heads are the H200's."""
+    inputs, trace = run
+    if "score" not in trace:
+        pytest.skip(f"a {inputs.kind} layer has no scores")
+    got = SglangFp8Model(accumulator="wgmma").stage("score", inputs, trace)["value"]
+    assert torch.equal(got, trace.value("score"))
