@@ -78,7 +78,7 @@ class RopeTables:
         key = ("swa" if kind == "swa" else "csa", str(device))
         table = self._tables.get(key)  # type: ignore[arg-type]
         if table is None or len(table) < length:
-            table = sglang_rope_table(config, kind, 1 << max(length, 1).bit_length()).to(device)
+            table = sglang_rope_table(config, kind, 1 << max(length - 1, 1).bit_length()).to(device)
             self._tables[key] = table  # type: ignore[index]
         return table
 

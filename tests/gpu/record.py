@@ -2,19 +2,22 @@
 
 import sys
 import traceback
-from dataclasses import replace
 from pathlib import Path
 
 from difftest.cases.recorded_cases import RECORDED_CASES
-
-from difftest.recording import record
+from difftest.paths.base import get_path
+from difftest.paths.recorded import recording_file
+from difftest.recording import RECORDED_PATH, record_one
 
 out = Path(sys.argv[1])
-failed = 0
+out.mkdir(parents=True, exist_ok=True)
+path, failed = get_path(RECORDED_PATH), 0
 for case in RECORDED_CASES:
     for layer in case.layers:
+        file = recording_file(out, case.id, layer)
         try:
-            record([replace(case, layers=(layer,))], out, on_file=lambda file: print(file.name, file.stat().st_size))
+            record_one(path, case, layer).save(file)
+            print(file.name, file.stat().st_size)
         except Exception:
             failed += 1
             traceback.print_exc()

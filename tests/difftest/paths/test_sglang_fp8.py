@@ -44,7 +44,9 @@ CASES = {
 Run = tuple[LayerInputs, Trace]
 
 
-@pytest.fixture(scope="module", params=[(name, layer) for name, case in CASES.items() for layer in case.layers[:2]])
+@pytest.fixture(
+    scope="module", params=[(name, layer) for name, case in CASES.items() for layer in case.layers[:2]], ids=str
+)
 def run(request: pytest.FixtureRequest) -> Run:
     """Inputs and the live trace of one case and layer, both on the CPU."""
     name, layer = request.param
@@ -235,3 +237,32 @@ def test_topk_of_long_rows_takes_every_branch(kind: str) -> None:
     for row, count in enumerate(lengths.tolist()):
         want = score[row, :count].topk(min(512, count)).indices
         assert set(out[row][out[row] >= 0].tolist()) == set(want.tolist()), f"row of {count} entries"
+
+
+MILLION = Case(
+    "million",
+    "gaussian",
+    (1_048_576,),
+    mode="decode",
+    decode_tokens=8,
+    pooled_prefix=262_140,
+    layers=(2,),
+)
+
+
+def test_a_million_tokens_of_context() -> None:
+    """262,144 entries, 8 decoded rows: keys, scores, the cluster branch of top-k, and the layer level beside them."""
+    inputs = generate(MILLION, 2).to("cuda")
+    trace = get_path("sglang-fp8").run(inputs, MILLION.id, upto="topk")
+    want, want_scale = quantise(oracle.index_k(inputs, trace.value("compressed")), "e4m3")
+    stored = trace["index_k"]
+    equal, distance, scale = _code_figures(stored["codes"].cpu(), want.cpu(), stored["scale"].cpu(), want_scale.cpu())
+    error = _score_error(inputs, trace, trace.value("score"))
+    branches = json.loads(trace.facts["topk"])["rows by branch"]
+    _say(f"million index_k, score, topk {branches}", equal=equal, distance=distance, scale=scale, error=error)
+    assert equal >= CODES_EQUAL and distance <= 1 and scale <= POOL_BOUND and error <= SCORE_BOUND
+    assert set(branches) == {"cluster"}
+    score, kept = trace.value("score"), trace.value("topk").long()
+    assert torch.equal(score.gather(1, kept).sort().values, score.topk(kept.shape[1]).values.sort().values)
+    layer = get_path("sglang-fp8-layer").run(inputs, MILLION.id, upto="score")
+    assert torch.equal(layer.value("score"), score)
