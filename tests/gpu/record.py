@@ -5,6 +5,7 @@ import traceback
 from pathlib import Path
 
 from difftest.cases.recorded_cases import RECORDED_CASES
+
 from difftest.paths.base import get_path
 from difftest.paths.recorded import recording_file
 from difftest.recording import RECORDED_PATH, record_one
