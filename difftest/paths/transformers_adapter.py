@@ -41,7 +41,8 @@ BF16 = Declaration(
 class Transformers(HfAttention, Path):
     """Hugging Face's compressor, indexer and attention modules on inputs that start after the linear layers.
 
-    dtype     `fp32` (default) compares structure without rounding; `bf16` is what a model loaded in bf16 computes.
+    dtype     `fp32` (default) compares structure without rounding. `bf16` is what a model loaded in bf16 computes, for
+              the ledger: some of its roundings (bf16 RoPE table, logits) cannot be declared, so checks report them.
     hadamard  `added` (default): applied to keys and queries here, because the modules leave it out on both sides and
               the canonical tensors have it. `absent`: the tensors as the modules make them.
     """

@@ -9,14 +9,11 @@ LAYER_OF_KIND = {"csa": 2, "hca": 3, "swa": 0}
 RAGGED = Case(
     "ragged",
     "gaussian",
-    (1501, 413, 3, 130),
+    (701, 413, 3, 130),
     mode="chunked",
     chunk=301,
-    rows=16,
+    rows=10,
     overrides={"index_topk": 64},
-)
-DECODE = Case(
-    "decode", "gaussian", (521, 302), mode="decode", decode_tokens=5, overrides={"index_topk": 64, "index_n_heads": 8}
 )
 
 

@@ -89,7 +89,7 @@ def test_scores_are_fp32_sums_of_the_stored_codes(csa: LayerInputs) -> None:
 
 
 @settings(deadline=None, max_examples=6)
-@given(cuts=st.lists(st.integers(1, 1500), max_size=6))
+@given(cuts=st.lists(st.integers(1, 700), max_size=6))
 def test_steps_do_not_change_an_entry(csa: LayerInputs, cuts: list[int]) -> None:
     model = SglangFp8Model()
     whole, cut = resteps(csa, []), resteps(csa, cuts)
@@ -115,7 +115,7 @@ def test_a_given_prefix_continues_as_its_tokens_would(csa: LayerInputs) -> None:
     assert csa.index is not None
     model = SglangFp8Model()
     whole = model.pool_layer(csa, csa.index)
-    prefix = (200, 0, 0, 7)
+    prefix = (100, 0, 0, 7)
     kept = [slice(start, stop) for start, stop in zip(csa.entry_offset, csa.entry_offset[1:], strict=False)]
     tokens = [max(0, 4 * count - 4) for count in prefix]
     rows = [
