@@ -159,8 +159,9 @@ def _common_factor(got: Tensor, want: Tensor) -> tuple[float, list[Finding]]:
 
 def _shares(inputs: LayerInputs, trace: Trace, baseline: Trace) -> dict[str, float]:
     """Score error, over sum|terms|, with one stage's tensors from the path and the others from the baseline."""
-    rows = torch.linspace(0, len(inputs.row_position) - 1, min(PROBE_ROWS, len(inputs.row_position)))
-    picked = rows.round().long().unique().to(inputs.row_position.device)
+    count = len(inputs.row_position)
+    number = min(PROBE_ROWS, count)
+    picked = torch.arange(number, device=inputs.row_position.device) * count // number
     probe = replace(inputs, row_request=inputs.row_request[picked], row_position=inputs.row_position[picked])
     visible = probe.visible
     if not int(visible.max()):

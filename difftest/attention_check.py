@@ -175,5 +175,6 @@ def error_norm_bound(ball: RowBall) -> float:
     deviation.
     """
     level = math.log(EVENTS / FAILURE)
-    deviation = float(ball.variance.sum()) ** 0.5 + (2 * level * UNIFORM * float(ball.variance.max())) ** 0.5
-    return float(ball.shift.norm()) + deviation
+    weak = 2 * level * UNIFORM * float(ball.variance.max())
+    deviation = math.sqrt(float(ball.variance.sum())) + math.sqrt(weak)
+    return math.hypot(*ball.shift.tolist()) + deviation

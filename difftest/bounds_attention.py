@@ -5,6 +5,7 @@ p_j = exp(z_j) / (sum exp(z) + exp(sink)), out = sum p_j v_j.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -112,7 +113,8 @@ class _Spread:
         slots = len(self.values)
         total = (self.probability.square() * (self.noise.square() + self.adder**2 * slots)) @ square
         total = total + self.rounded**2 / UNIFORM * square.amax() * self._bucket_squares(self.probability)
-        return total.double() + self._output_unit**2 / UNIFORM * self.out.square().sum(-1)
+        rounding = (self.out * self._output_unit).square().sum(-1) / UNIFORM
+        return torch.add(rounding, total.double())
 
     def shift_norm(self, terms: Tensor) -> Tensor:
         """sum p_j b_j (|v_j| + |out|) and the PV sum's truncation, [A] fp64."""
@@ -130,7 +132,7 @@ class _Spread:
         total = ((self._along.abs() + self._own) * self.shift).sum(-1).double()
         return total + self._truncation * (terms * self.out.abs()).sum(-1)
 
-    @property
+    @cached_property
     def _along(self) -> Tensor:
         return self.probability * (self.out.float() @ self.values.T.float())
 

@@ -1,6 +1,6 @@
 """Index scores as balls: what the scorer's declared arithmetic may add to sum_h w_h relu(q_h . k)."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +42,10 @@ class ScoreBall:
     bias: Tensor
 
 
+Chunk = Callable[[Tensor, Tensor, Tensor], ScoreBall]
+"""q [r, H, D], k [e, D], w [r, H], fp64 -> ScoreBall [r, e]."""
+
+
 def score_ball(q: Tensor, k: Tensor, w: Tensor, declares: Declaration) -> ScoreBall:
     """Ball of the scores of q [R, H, D], k [E, D], w [R, H] as the path stored them, any float dtype.
 
@@ -63,7 +67,7 @@ def score_ball(q: Tensor, k: Tensor, w: Tensor, declares: Declaration) -> ScoreB
     return _chunked(q, k, w, _fp64_heads if declares.score == "fp64" else _fp32_heads)
 
 
-def _chunked(q: Tensor, k: Tensor, w: Tensor, one: "_Chunk") -> ScoreBall:
+def _chunked(q: Tensor, k: Tensor, w: Tensor, one: Chunk) -> ScoreBall:
     shape = (q.shape[0], k.shape[0])
     out = ScoreBall(*(torch.zeros(shape, dtype=torch.float64, device=q.device) for _ in range(5)))
     queries, weights = q.double(), w.double()
@@ -76,12 +80,6 @@ def _chunked(q: Tensor, k: Tensor, w: Tensor, one: "_Chunk") -> ScoreBall:
             for name in ("mid", "rad", "terms", "variance", "bias"):
                 getattr(out, name)[left, right] = getattr(part, name)
     return out
-
-
-class _Chunk:
-    """Signature of a chunk's function: q [r, H, D], k [e, D], w [r, H], fp64 -> ScoreBall [r, e]."""
-
-    def __call__(self, q: Tensor, k: Tensor, w: Tensor) -> ScoreBall: ...  # type: ignore[empty-body]
 
 
 def _dots(q: Tensor, k: Tensor) -> Tensor:

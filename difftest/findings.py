@@ -16,11 +16,16 @@ def place(index: Tensor) -> str:
     return ", ".join(str(int(part)) for part in index)
 
 
+def all_finite(tensor: Tensor) -> bool:
+    """Whether a tensor holds neither NaN nor infinity, in one pass and without a mask: both show in its extremes."""
+    return not tensor.numel() or all(bool(torch.isfinite(end)) for end in torch.aminmax(tensor))
+
+
 def not_finite(name: str, tensor: Tensor, locate: Locate | None = None) -> list[Finding]:
     """NaN and infinities of a tensor that must have none: how many, and the first one by name and position."""
-    bad = ~torch.isfinite(tensor)
-    if not bool(bad.any()):
+    if all_finite(tensor):
         return []
+    bad = ~torch.isfinite(tensor)
     first = bad.nonzero()[0]
     kind = "nan" if bool(tensor[tuple(first)].isnan()) else "inf"
     where = locate(tuple(int(part) for part in first)) if locate else {}
@@ -128,8 +133,7 @@ def _stage_inputs(stage: StageName, inputs: LayerInputs) -> Iterator[tuple[str, 
 def input_fault(stage: StageName, inputs: LayerInputs) -> str:
     """The first NaN or infinity in what the stage reads from the inputs, as "nan in index_query[3, 0, 7]", or ""."""
     for name, tensor in _stage_inputs(stage, inputs):
-        bad = ~torch.isfinite(tensor)
-        if bool(bad.any()):
-            first = bad.nonzero()[0]
+        if not all_finite(tensor):
+            first = (~torch.isfinite(tensor)).nonzero()[0]
             return f"{tensor[tuple(first)].item()} in {name}[{place(first)}]"
     return ""

@@ -1,5 +1,6 @@
 """The isolated check: does this stage compute what it declares, on the path's own upstream tensors?"""
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -13,7 +14,7 @@ from .latent_check import check_latents
 from .measured import Measured, entry_locator, named, plain, stride
 from .metrics import Tally
 from .paths.base import Declaration
-from .record import Record
+from .record import Finding, Record
 from .reference.inputs import LayerInputs
 from .selection import Selection, exactness, structure
 from .stages import STAGES, StageName
@@ -110,7 +111,8 @@ def _compressed(inputs: LayerInputs, trace: Trace, declares: Declaration) -> Mea
     bad = findings.not_finite("compressed", value, entry_locator(inputs))
     if bad:
         return Measured(findings=bad)
-    tally, coarse = Tally("fp32", entry_locator(inputs)), []
+    tally = Tally("fp32", entry_locator(inputs))
+    coarse: list[Finding] = []
     for rows, ball in bounds.pooled(inputs, "index", declares.pool, stride(value.numel())):
         got = value[rows].double()
         tally.add(got, ball, rows.start)
@@ -191,12 +193,12 @@ def _rms_bound(variance: Tensor, bias: Tensor, mid: Tensor, terms: Tensor, rows:
     square by more than a factor 1 + lambda / sqrt(n) with that probability, n the independent directions; rows at least
     are independent, so n = rows.
     """
-    size = float(terms.square().sum()) ** 0.5
+    size = math.sqrt(float(terms.square().sum()))
     if not size:
         return torch.inf
-    noise = float(variance.sum()) ** 0.5 * (1 + quantile(events=1) / max(1, rows) ** 0.5)
-    rounding = UNIT_FP32 * float(mid.square().sum()) ** 0.5
-    return (float(bias.square().sum()) ** 0.5 + noise + rounding) / size
+    noise = math.sqrt(float(variance.sum())) * (1 + quantile(events=1) / math.sqrt(max(1, rows)))
+    rounding = UNIT_FP32 * math.sqrt(float(mid.square().sum()))
+    return (math.sqrt(float(bias.square().sum())) + noise + rounding) / size
 
 
 def _topk(inputs: LayerInputs, trace: Trace, declares: Declaration) -> Measured:

@@ -10,6 +10,7 @@ from .measured import Measured, entry_locator, plain, stride
 from .metrics import Locate, Tally
 from .paths.base import Declaration, Quantiser
 from .quantised import is_quantised
+from .record import Finding
 from .reference.compressor import compressor_inputs
 from .reference.inputs import LayerInputs
 from .stored_check import QuantisedJudge
@@ -86,7 +87,7 @@ def _check(name: str, stored: Quantiser, value: Tensor, pieces: WindowPieces | C
     tail = Tally("bf16" if pieces.tail == "bf16" else "fp32", locate_tail)
     judge = QuantisedJudge(f"kv.{name}", stored, pieces.locate) if is_quantised(stored) else None
     flat = Tally("bf16" if stored == "bf16" else "fp32", pieces.locate)
-    coarse = []
+    coarse: list[Finding] = []
     for rows, nope, rope in pieces:
         got = value[rows].double()
         tail.add(got[:, plain_dims:], rope, rows.start)

@@ -1,5 +1,6 @@
 """Measures what a path stored against the ball of what it should have stored."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -11,6 +12,9 @@ from .record import Worst
 from .reference.formats import FORMATS, exponent
 
 FP64_SLACK = 2.0**-40
+
+SAMPLED = 8
+"""Of so many elements one is looked at for how many codes its bound lets pass, a figure that is only shown."""
 
 Locate = Callable[[tuple[int, ...]], dict[str, int]]
 """Turns an index of a judged tensor into named coordinates: {"request": 1, "entry": 70, "dim": 3}."""
@@ -32,6 +36,20 @@ def ordinal(format_name: str, x: Tensor) -> Tensor:
     binade = exponent(size).clamp(min=format_.min_exponent)
     count = (binade - format_.min_exponent << format_.fraction) + (size / format_.step(size)).long()
     return torch.where(x < 0, -count, count)
+
+
+def unravel(flat: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Index of a flat position."""
+    index: list[int] = []
+    for size in reversed(shape):
+        flat, place = divmod(flat, size)
+        index.insert(0, place)
+    return tuple(index)
+
+
+def _root(square: float, unit: float) -> float:
+    """sqrt(square / unit); sqrt(square) where there is no unit."""
+    return math.sqrt(square / unit) if unit else math.sqrt(square)
 
 
 @dataclass
@@ -79,7 +97,7 @@ class Tally:
         excess = excess_of(distance, rad)
         excess[(rad == 0) & (distance == 0) & (nearest(self.format, ball.mid) != got)] = torch.inf
         self.elements += got.numel()
-        self._count_codes(got, ball.mid, rad)
+        self._count_codes(got, ball.mid, rad, excess)
         self.unjudged += int(rad.isinf().sum())
         peak = int(excess.argmax())
         if self.worst is None or float(excess.flatten()[peak]) > self.excess:
@@ -87,13 +105,21 @@ class Tally:
             self.worst = self._worst(peak, got, ball.mid, rad, start)
         self._sum(got, ball.mid, rad, terms)
 
-    def _count_codes(self, got: Tensor, mid: Tensor, rad: Tensor) -> None:
+    def _count_codes(self, got: Tensor, mid: Tensor, rad: Tensor, excess: Tensor) -> None:
         want = nearest(self.format, mid)
         off = (want != got) & got.isfinite() & rad.isfinite()
+        passing_most = 0
         self.equal += int((want == got).sum())
         if bool(off.any()):
             apart = (ordinal(self.format, got[off]) - ordinal(self.format, want[off])).abs()
             self.code_distance = max(self.code_distance, int(apart.max()))
+            passing_most = int(apart[excess[off] <= 1].amax()) if bool((excess[off] <= 1).any()) else 0
+        self._count_allowed(mid, rad, passing_most)
+
+    def _count_allowed(self, mid: Tensor, rad: Tensor, passing_most: int) -> None:
+        """Most codes the bounds let pass: over every SAMPLED-th element, and over those that did pass."""
+        self.code_allowed = max(self.code_allowed, passing_most)
+        mid, rad = mid.flatten()[::SAMPLED], rad.flatten()[::SAMPLED]
         low, high = nearest(self.format, mid - rad), nearest(self.format, mid + rad)
         open_ = (low != high) & rad.isfinite()
         if bool(open_.any()):
@@ -101,10 +127,9 @@ class Tally:
             self.code_allowed = max(self.code_allowed, int(apart.max()))
 
     def _worst(self, peak: int, got: Tensor, mid: Tensor, rad: Tensor, start: int) -> Worst:
-        index = [int(part) for part in torch.unravel_index(torch.tensor(peak), got.shape)]
-        index[0] += start
+        first, *rest = unravel(peak, tuple(got.shape))
         values = (float(tensor.flatten()[peak]) for tensor in (got, mid, rad))
-        return Worst(self.locate(tuple(index)), *values)
+        return Worst(self.locate((first + start, *rest)), *values)
 
     def _sum(self, got: Tensor, mid: Tensor, rad: Tensor, terms: Tensor | None) -> None:
         error = (got - mid).abs()
@@ -136,18 +161,13 @@ class Tally:
     @property
     def relative_error(self) -> float:
         """Norm of the error over the norm of the exact tensor."""
-        return (self.error_square / self.size_square) ** 0.5 if self.size_square else self.error_square**0.5
+        return _root(self.error_square, self.size_square)
 
     @property
     def relative_allowed(self) -> float:
-        return (self.allowed_square / self.size_square) ** 0.5 if self.size_square else self.allowed_square**0.5
+        return _root(self.allowed_square, self.size_square)
 
     @property
     def rms_over_terms(self) -> float:
         """Root mean square error over the root mean square of sum|terms|."""
-        return (self.error_square / self.terms_square) ** 0.5 if self.terms_square else self.error_square**0.5
-
-
-def grid_gap(format_name: str, values: Tensor) -> Tensor:
-    """Elements that are no number of the format although they are finite, bool."""
-    return values.isfinite() & (nearest(format_name, values) != values)
+        return _root(self.error_square, self.terms_square)

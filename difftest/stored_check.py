@@ -9,7 +9,7 @@ from torch import Tensor
 from . import findings
 from .ball import UNIT_FP32, Ball
 from .measured import Measured, plain
-from .metrics import Locate, Tally
+from .metrics import Locate, Tally, unravel
 from .quantised import Codes, code_values, is_quantised, judge_codes
 from .record import Finding, Worst
 from .reference.formats import SCALINGS
@@ -77,10 +77,9 @@ class ScaleTally:
         peak = int(excess.argmax())
         if self.worst is None or float(excess.flatten()[peak]) > self.excess:
             self.excess = float(excess.flatten()[peak])
-            index = [int(part) for part in torch.unravel_index(torch.tensor(peak), excess.shape)]
-            index[0] += start
-            where = self.locate(tuple(index))
-            where["block"] = where.pop("dim", index[-1])
+            first, *rest = unravel(peak, tuple(excess.shape))
+            where = self.locate((first + start, *rest))
+            where["block"] = where.pop("dim", rest[-1])
             self.worst = Worst(where, *(float(t.flatten()[peak]) for t in (got, ball.mid, ball.rad)))
 
 
