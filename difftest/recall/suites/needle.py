@@ -12,12 +12,12 @@ SIMILAR = 3
 SIMILAR_DEPTHS = (0.2, 0.45, 0.7)
 
 
-def facts(seed: int, count: int, *names: object) -> list[tuple[str, str]]:
-    """`count` distinct (`colour creature`, code) pairs."""
-    dice = Dice(seed, "facts", *names)
+def facts(seed: int, count: int, *names: object, codes: str = "") -> list[tuple[str, str]]:
+    """`count` distinct (`colour creature`, code) pairs. Other `codes` give the same creatures other numbers."""
+    dice, digits = Dice(seed, "facts", *names), Dice(seed, "codes", codes, *names)
     found: dict[str, str] = {}
     while len(found) < count:
-        found.setdefault(f"{dice.pick(COLOURS)} {dice.pick(CREATURES)}", dice.digits(CODE_DIGITS))
+        found.setdefault(f"{dice.pick(COLOURS)} {dice.pick(CREATURES)}", digits.digits(CODE_DIGITS))
     return list(found.items())
 
 
@@ -30,13 +30,13 @@ def question(name: str) -> str:
 
 
 def needle(seed: int, length: int, depth: str, words: int) -> Conversation:
-    """One question about one planted fact.
+    """One question about one planted fact; the depths of a length differ in the codes, not in the words around them.
 
     Args: `length` names the cell and separates the streams, `words` is the amount of filler that makes the prompt that
     long, `depth` one of `DEPTHS` or a fraction as text.
     """
     share = DEPTHS[depth] if depth in DEPTHS else float(depth)
-    (name, code), *others = facts(seed, 1 + SIMILAR, length, depth)
+    (name, code), *others = facts(seed, 1 + SIMILAR, length, codes=depth)
     planted = [Planted(sentence(*other), at) for other, at in zip(others, SIMILAR_DEPTHS, strict=True)]
     text = filler(seed, words, [*planted, Planted(sentence(name, code), share)], "needle", length)
     prompt = f"Read this text carefully.\n\n{text}\n\n{question(name)}"
