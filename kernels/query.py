@@ -27,6 +27,9 @@ def _query_kernel(  # type: ignore[no-untyped-def]
     out,
     codes,
     scale,
+    weight,
+    weight_out,
+    weight_scale,
     count,
     heads,
     ROWS: tl.constexpr,
@@ -35,6 +38,9 @@ def _query_kernel(  # type: ignore[no-untyped-def]
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = row < count
+    if weight is not None:
+        raw = load_bf16(weight + row, live, INTERPRETED).to(tl.float32)
+        tl.store(weight_out + row, raw * weight_scale, mask=live)
     position = tl.load(positions + row // heads, mask=live, other=0).to(tl.int64)
     at = row.to(tl.int64)[:, None] * DIM + 2 * tl.arange(0, HALF)[None, :]
     mask = live[:, None]
@@ -62,9 +68,22 @@ def index_query(query: Tensor, table: Tensor, positions: Tensor) -> Tensor:
     query [R, H, 128] bf16 after wq_b, table fp32 [P, 64] or complex64 [P, 32], positions [R] int (rows of the table).
     ValueError names an argument of the wrong shape or dtype.
     """
+    return prepare_query(query, None, table, positions)[0]
+
+
+def prepare_query(
+    query: Tensor, weight: Tensor | None, table: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """`index_query` and, in the same kernel, the head weights: (bf16 [R, H, 128], fp32 [R, H] or None for None).
+
+    weight [R, H] bf16 after weights_proj; the result is float(weight) * 128^-0.5 * H^-0.5, the constant rounded to
+    fp32.
+    """
+    check_query(query, weight, positions)
     out = torch.empty_like(query)
-    _launch(query, table, positions, out, None, None)
-    return out
+    scaled = None if weight is None else torch.empty(weight.shape, dtype=torch.float32, device=query.device)
+    _launch(query, table, positions, out, None, None, weight, scaled)
+    return out, scaled
 
 
 def index_query_fp8(query: Tensor, table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,9 +92,10 @@ def index_query_fp8(query: Tensor, table: Tensor, positions: Tensor) -> tuple[Te
     The scale belongs in the head weight (ReLU commutes with a positive factor), and `decode_e4m3(codes)` is the bf16
     query.
     """
+    check_query(query, None, positions)
     codes = torch.empty(query.shape, dtype=torch.uint8, device=query.device)
     scale = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-    _launch(query, table, positions, None, codes, scale)
+    _launch(query, table, positions, None, codes, scale, None, None)
     return codes, scale
 
 
@@ -84,20 +104,44 @@ def decode_e4m3(codes: Tensor) -> Tensor:
     return codes.view(torch.float8_e4m3fn).to(torch.bfloat16)
 
 
+def head_scale(heads: int) -> float:
+    """Factor of every head weight: 128^-0.5 * H^-0.5."""
+    return float(ENTRY_DIM**-0.5 * heads**-0.5)
+
+
 def head_weight(weight: Tensor) -> Tensor:
-    """Head weights fp32 [R, H]: float(weight) * 128^-0.5 * H^-0.5, one rounding to fp32. weight [R, H] bf16 after
-    weights_proj.
-    """
-    return weight.to(torch.float32) * (ENTRY_DIM**-0.5 * weight.shape[-1] ** -0.5)
+    """Head weights fp32 [R, H] of `prepare_query` alone, in torch; weight [R, H] bf16."""
+    return weight.to(torch.float32) * head_scale(weight.shape[-1])
+
+
+def check_query(query: Tensor, weight: Tensor | None, positions: Tensor) -> None:
+    """Raises ValueError unless the operands have the shapes and dtypes that `prepare_query` names."""
+    if query.dtype != torch.bfloat16 or query.dim() != 3 or query.shape[2] != ENTRY_DIM or not query.is_contiguous():
+        raise ValueError(f"query is {query.dtype} {list(query.shape)}: give contiguous bf16 [rows, heads, {ENTRY_DIM}]")
+    if weight is not None and (
+        weight.dtype != torch.bfloat16 or weight.shape != query.shape[:2] or not weight.is_contiguous()
+    ):
+        raise ValueError(f"weight is {weight.dtype} {list(weight.shape)}: give contiguous bf16 {list(query.shape[:2])}")
+    if (
+        positions.shape != query.shape[:1]
+        or positions.dtype not in (torch.int32, torch.int64)
+        or not positions.is_contiguous()
+    ):
+        raise ValueError(
+            f"positions is {positions.dtype} {list(positions.shape)}: give contiguous int32 or int64 [{len(query)}]"
+        )
 
 
 def _launch(
-    query: Tensor, table: Tensor, positions: Tensor, out: Tensor | None, codes: Tensor | None, scale: Tensor | None
+    query: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    out: Tensor | None,
+    codes: Tensor | None,
+    scale: Tensor | None,
+    weight: Tensor | None,
+    weight_out: Tensor | None,
 ) -> None:
-    if query.dtype != torch.bfloat16 or query.dim() != 3 or query.shape[2] != ENTRY_DIM or not query.is_contiguous():
-        raise ValueError(f"query is {query.dtype} {list(query.shape)}: give contiguous bf16 [rows, heads, {ENTRY_DIM}]")
-    if positions.shape != query.shape[:1] or positions.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"positions is {positions.dtype} {list(positions.shape)}: give int32 or int64 [{len(query)}]")
     count = query.shape[0] * query.shape[1]
     if not count:
         return
@@ -110,6 +154,9 @@ def _launch(
         out,
         codes,
         scale,
+        weight,
+        weight_out,
+        head_scale(query.shape[1]),
         count,
         query.shape[1],
         ROWS=rows,

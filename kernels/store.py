@@ -90,5 +90,8 @@ def check_rows(pooled: Tensor, norm_weight: Tensor, positions: Tensor, slots: Te
     if norm_weight.dtype != torch.float32 or norm_weight.shape != (ENTRY_DIM,):
         raise ValueError(f"norm_weight is {norm_weight.dtype} {list(norm_weight.shape)}: give fp32 [{ENTRY_DIM}]")
     for name, index in (("positions", positions), ("slots", slots)):
-        if index.shape != pooled.shape[:1] or index.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"{name} is {index.dtype} {list(index.shape)}: give int32 or int64 [{len(pooled)}]")
+        right = index.shape == pooled.shape[:1] and index.dtype in (torch.int32, torch.int64)
+        if not right or not index.is_contiguous():
+            raise ValueError(
+                f"{name} is {index.dtype} {list(index.shape)}: give contiguous int32 or int64 [{len(pooled)}]"
+            )

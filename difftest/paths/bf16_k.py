@@ -4,25 +4,27 @@ path.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from types import ModuleType
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from ..kernels import prepare_cuda, query, store
+from ..kernels.cuda import find_nvcc
 from ..kernels.layout import NO_SLOT, PAGE_BYTES, POISON_BYTE, empty_cache, read_slots, write_slots
 from ..kernels.naive import gathered_scores
-from ..kernels.query import decode_e4m3, head_weight, index_query, index_query_fp8
 from ..kernels.rope import Yarn, rope_table
 from ..kernels.score import paged_scores
-from ..kernels.store import store
 from ..reference.inputs import LayerInputs
 from ..trace import StageTensors, Trace
-from .base import CannotFeed, Declaration, Path, Rounding, get_path
+from .base import Availability, CannotFeed, Declaration, Path, Rounding, get_path
 
 PAGE_PADDING = 1024
 """Bytes of poison behind every page, so that the page stride exceeds the payload."""
 
 QueryFormat = Literal["bf16", "fp8"]
+STORES: dict[str, ModuleType] = {"triton": store, "cuda": prepare_cuda}
 QUERY_STORED: dict[str, Literal["bf16", "e4m3"]] = {"bf16": "bf16", "fp8": "e4m3"}
 
 
@@ -30,16 +32,19 @@ class Bf16K(Path):
     """Index keys stored and read as bf16. `compressed`, `topk`, `kv` and `attention` are those of a sibling path.
 
     q      format of the index query: bf16, or fp8 (e4m3 with its scale folded into the head weight, as SGLang does).
+    store  who prepares keys and bf16 queries: triton (compiled on a GPU, interpreted elsewhere), or cuda (a GPU only).
     rest   the sibling; `auto` takes sglang-fp8 for inputs on a GPU where it can run, else sglang-fp8-model.
     """
 
     name: ClassVar[str] = "bf16-k"
     says: ClassVar[str] = "our Triton kernels: paged bf16 index-K store and scores"
 
-    def __init__(self, q: str = "bf16", rest: str = "auto") -> None:
-        if q not in QUERY_STORED:
-            raise ValueError(f"option q={q} is unknown: choose one of {', '.join(QUERY_STORED)}")
+    def __init__(self, q: str = "bf16", store: str = "triton", rest: str = "auto") -> None:
+        for option, value, known in (("q", q, QUERY_STORED), ("store", store, STORES)):
+            if value not in known:
+                raise ValueError(f"option {option}={value} is unknown: choose one of {', '.join(known)}")
         self.query_format = q
+        self.store_kernel = store
         self.rest = rest
         self._sibling: Path | None = None
 
@@ -51,6 +56,13 @@ class Bf16K(Path):
         return replace(
             sibling.declares, key=Rounding(stored="bf16"), query=query, weight="none", score="fp32", score_rounds="none"
         )
+
+    def availability(self) -> Availability:
+        if self.store_kernel == "cuda" and not torch.cuda.is_available():
+            return Availability(False, "store=cuda needs a CUDA device", "use store=triton, which runs anywhere")
+        if self.store_kernel == "cuda" and find_nvcc() is None:
+            return Availability(False, "store=cuda needs nvcc", "install the CUDA toolkit, or use store=triton")
+        return Availability(True)
 
     def sibling(self, inputs: LayerInputs) -> Path:
         """The path that computes the stages around the index, chosen once for the device of `inputs`."""
@@ -90,30 +102,33 @@ class Bf16K(Path):
         slot = torch.cat((slots[entries], slots.new_tensor([NO_SLOT])))
         row = torch.arange(len(slot), device=slot.device).clamp_max(len(slot) - 2)
         table = rope_table(position, yarn(inputs))
-        store(padded, inputs.index.norm_weight, inputs.config.rms_norm_eps, table, row, slot, cache)
+        STORES[self.store_kernel].store(
+            padded, inputs.index.norm_weight, inputs.config.rms_norm_eps, table, row, slot, cache
+        )
 
     def index_q(self, inputs: LayerInputs, trace: Trace) -> StageTensors:
         assert inputs.index_query is not None
         row = torch.arange(len(inputs.row_position), device=inputs.row_position.device)
         table = rope_table(inputs.row_position, yarn(inputs))
         if self.query_format == "bf16":
-            return {"value": index_query(inputs.index_query, table, row).float()}
-        codes, scale = index_query_fp8(inputs.index_query, table, row)
-        return {"value": decode_e4m3(codes).float() * scale[..., None], "codes": codes, "scale": scale[..., None]}
+            kernels = prepare_cuda if self.store_kernel == "cuda" else query
+            return {"value": kernels.index_query(inputs.index_query, table, row).float()}
+        codes, scale = query.index_query_fp8(inputs.index_query, table, row)
+        return {"value": query.decode_e4m3(codes).float() * scale[..., None], "codes": codes, "scale": scale[..., None]}
 
     def head_weight(self, inputs: LayerInputs, trace: Trace) -> StageTensors:
         assert inputs.index_weight is not None
-        return {"value": head_weight(inputs.index_weight)}
+        return {"value": query.head_weight(inputs.index_weight)}
 
     def score(self, inputs: LayerInputs, trace: Trace) -> StageTensors:
-        query, scale = bf16_query(trace)
+        stored_query, scale = bf16_query(trace)
         weight = trace.value("head_weight").float() * scale
         visible = inputs.visible
         width = int(visible.max()) if len(visible) else 0
         table = inputs.page_table.to(torch.int32)
         return {
             "value": self.scores(
-                query, weight, bf16_cache(inputs, trace), table, visible, inputs.row_request, width=width
+                stored_query, weight, bf16_cache(inputs, trace), table, visible, inputs.row_request, width=width
             )
         }
 
@@ -213,7 +228,7 @@ def bf16_query(trace: Trace) -> tuple[Tensor, Tensor]:
     stored = trace["index_q"]
     codes, scale = stored.get("codes"), stored.get("scale")
     if codes is not None and scale is not None and codes.dtype == torch.uint8 and scale.shape[-1] == 1:
-        decoded = decode_e4m3(codes.contiguous())
+        decoded = query.decode_e4m3(codes.contiguous())
         if decoded.shape == stored["value"].shape and torch.equal(decoded.float() * scale, stored["value"]):
             return decoded, scale[..., 0].contiguous()
     return as_bf16(stored["value"], "index_q").contiguous(), torch.ones_like(stored["value"][..., 0])

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from difftest.kernels.query import decode_e4m3, head_weight, index_query, index_query_fp8
+from difftest.kernels.query import decode_e4m3, head_weight, index_query, index_query_fp8, prepare_query
 from difftest.kernels.rope import rope_table
 from difftest.reference.config import load_config
 from difftest.reference.formats import encode_e4m3fn
@@ -62,6 +62,16 @@ def test_head_weight() -> None:
     weight = torch.randn(11, 64).bfloat16()
     exact = exact_head_weight(weight, FLASH)
     assert ((head_weight(weight) - exact).abs() <= 2 * FP32_UNIT * exact.abs()).all()
+
+
+def test_weights_are_scaled_in_the_same_kernel(device: str) -> None:
+    query, positions, table = drawn(5)
+    weight = torch.randn(5, 64).bfloat16()
+    got, scaled = prepare_query(query.to(device), weight.to(device), table.to(device), positions.to(device))
+    assert scaled is not None and torch.equal(scaled.cpu(), head_weight(weight))
+    assert torch.equal(got, index_query(query.to(device), table.to(device), positions.to(device)))
+    with pytest.raises(ValueError, match="weight is"):
+        prepare_query(query, weight.float(), table, positions)
 
 
 def test_no_rows_and_refused_operands() -> None:

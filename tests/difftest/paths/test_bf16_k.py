@@ -125,8 +125,17 @@ def test_declares_its_formats_and_its_siblings() -> None:
 def test_unknown_option_values_are_named() -> None:
     with pytest.raises(ValueError, match="q=fp16 is unknown: choose one of bf16, fp8"):
         get_path("bf16-k:q=fp16")
+    with pytest.raises(ValueError, match="store=cpp is unknown: choose one of triton, cuda"):
+        get_path("bf16-k:store=cpp")
     with pytest.raises(ValueError, match="does not take"):
         get_path("bf16-k:colour=red")
+
+
+def test_the_cuda_store_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    missing = get_path("bf16-k:store=cuda").availability()
+    assert not missing.ok and "CUDA device" in missing.why and "store=triton" in missing.install
+    assert get_path("bf16-k").availability().ok
 
 
 def test_whole_layer_and_dense_layers_run() -> None:
