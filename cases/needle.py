@@ -71,6 +71,8 @@ def needle(
         return inputs
     entries = needle_entries(inputs, depth)
     rows = (entries >= 0).nonzero()[:, 0]
+    if not len(rows):
+        return inputs
     query, weight = (part[rows] for part in scorer_queries(inputs))
     mean, deviation = _background(inputs, draw, rows, query, weight)
     key = _key_of_score(query, weight, mean + margin * deviation, draw, "needle.key")
