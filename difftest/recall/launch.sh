@@ -55,7 +55,7 @@ case $configuration in
 esac
 
 if [ "${PICKS:-0}" = 1 ]; then
-    arguments+=(--enable-return-indexer-topk --enable-dp-attention --dp-size "${TP:-4}")
+    arguments+=(--enable-return-indexer-topk --attn-dp-size "${TP:-4}")
 fi
 
 command=(python -m sglang.launch_server "${arguments[@]}" "$@")

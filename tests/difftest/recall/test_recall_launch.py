@@ -31,7 +31,7 @@ def test_bf16_sets_the_flag_and_the_memory_fraction() -> None:
 
 
 def test_picks_need_unsharded_attention() -> None:
-    assert "--enable-return-indexer-topk --enable-dp-attention --dp-size 4" in launch("fp8", PICKS="1").stdout
+    assert "--enable-return-indexer-topk --attn-dp-size 4" in launch("fp8", PICKS="1").stdout
 
 
 @pytest.mark.parametrize("words", [[], ["int8"]])
