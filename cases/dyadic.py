@@ -10,8 +10,8 @@ What makes each step exact
   the dim's bits) over half of the unrotated dims, so every partial sum of every butterfly is 0 or a power of two times
   the one magnitude, and each nonzero key element is a power of two once rounded to bf16, e2m1 or e4m3 with a
   power-of-two scale. e4m3 with a raw fp32 scale has codes 0 and +-448 exactly, and a scale one fp32 step below.
-  Queries have no norm weight: each nonzero element is a power of two times fp32(2^-3.5), bf16(2^-3.5), ..., one
-  common factor per format.
+  Queries have no norm weight. Their elements are +-181/128, within 1.1e-4 of sqrt(2): bf16 and e2m1 round each
+  transformed element to a power of two, and where nothing rounds it that far all elements share one factor of 0.99989.
 * Score: for each row and entry at most one head has a positive product, so no sum is ever rounded. A score is a small
   integer times one factor per path, up to the path's rounding of that product.
 * Attention: in each head two keys tie for the largest product and the others trail by over 745, so that exp gives
@@ -47,6 +47,9 @@ LATENT_WEIGHTS = (128.0, 256.0)
 
 QUERY_LEVELS = ((2.0, 64), (1.0, 256), (0.0, 128))
 """(size, dims) of an attention query, on 448 dims; the squares sum to 512. A pair differs on the dims of size 0."""
+
+QUERY_SIZE = 181 / 128
+"""The bf16 number nearest to sqrt(2)."""
 
 CLASSES = 32
 GOOD_CLASSES = 8
@@ -200,7 +203,7 @@ def _queries(inputs: LayerInputs, draw: Draw, pattern: Tensor) -> Tensor:
     best = torch.empty(rows, len(BEST_WEIGHTS), dtype=torch.int64)
     for row in range(rows):
         head = draw.permutation(f"heads/{row}", heads)
-        both = torch.cat((pattern, -pattern))[:heads]
+        both = torch.cat((pattern, -pattern))[:heads] * QUERY_SIZE
         query[row, head, : pattern.shape[1]] = both.to(query.dtype)
         best[row] = draw.permutation(f"best/{row}", GOOD_CLASSES)[: len(BEST_WEIGHTS)]
         weight[row, head[best[row]]] = torch.tensor(BEST_WEIGHTS, dtype=weight.dtype)

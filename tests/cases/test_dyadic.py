@@ -3,7 +3,7 @@
 import pytest
 import torch
 from difftest.cases.case import Case
-from difftest.cases.dyadic import EXACT_STAGES, exact_stages
+from difftest.cases.dyadic import EXACT_STAGES, QUERY_SIZE, exact_stages
 from difftest.cases.generate import generate
 from difftest.reference import oracle
 from difftest.reference.config import load_config
@@ -16,6 +16,8 @@ from difftest.trace import Trace
 
 HEADS = {"64 heads": {}, "32 heads": {"index_n_heads": 32}}
 KINDS = {"csa": 2, "hca": 3, "swa": 0}
+BIAS = 2**0.5 / QUERY_SIZE
+"""What rounding a query to powers of two multiplies it by."""
 
 
 def inputs_of(kind: str = "csa", **fields: object) -> LayerInputs:
@@ -90,14 +92,17 @@ def common_factor(got: Tensor, want: Tensor) -> tuple[float, float]:
 
 @pytest.mark.parametrize(
     "name, factor, spread",
-    [("deepseek", 1.06, 2**-7), ("sglang-fp8-model", 1.0, 2**-21), ("sglang-fp4-model", 1.06, 2**-21)],
+    [("deepseek", BIAS, 2**-7), ("sglang-fp8-model", 1.0, 2**-21), ("sglang-fp4-model", BIAS, 2**-21)],
 )
 def test_queries_and_scores_are_exact_up_to_one_factor(name: str, factor: float, spread: float) -> None:
     inputs = inputs_of()
     exact = oracle.run(inputs)
     trace: Trace = get_path(name).run(inputs, "dyadic-test")
     low, high = common_factor(trace["index_q"]["value"], exact["index_q"]["value"])
-    assert low == pytest.approx(factor, abs=1e-3) and high / low - 1 < 1e-7
+    assert low == pytest.approx(factor, rel=1e-7) and high / low - 1 < 1e-7
+    if factor != 1:
+        levels = trace["index_q"]["value"].abs().unique()
+        assert torch.equal(levels[1:], 2.0 ** levels[1:].log2().round()), "powers of two once rounded"
     visible = exact["score"]["value"].isfinite()
     low, high = common_factor(trace["score"]["value"][visible], exact["score"]["value"][visible])
     assert low == pytest.approx(factor, abs=5e-3)
