@@ -18,6 +18,8 @@ from .reference.attention import packed_selection
 from .reference.inputs import LayerInputs
 from .trace import Trace
 
+TINY = torch.finfo(torch.float64).tiny
+
 
 def check_attention(inputs: LayerInputs, trace: Trace, declares: Declaration) -> Measured:
     """Judges output and log-sum-exp on the path's own selection and latents.
@@ -27,6 +29,7 @@ def check_attention(inputs: LayerInputs, trace: Trace, declares: Declaration) ->
               element hides, such as an undeclared rounding.
     gain      the head whose output is scaled most, <got, exact> / <exact, exact> - 1 over all rows, beside its bound:
               sees a sink that is missing, doubled or shifted.
+    gain_all  the same over all heads together: sees a rounding that leans to one side, such as truncation.
     """
     value, lse = trace["attention"]["value"], trace["attention"]["lse"]
     fault = selection_fault(inputs, trace)
@@ -39,7 +42,7 @@ def check_attention(inputs: LayerInputs, trace: Trace, declares: Declaration) ->
     judge = _Judge(declares, inputs.config.num_attention_heads)
     for row, ball in row_balls(inputs, trace, declares):
         judge.add(row, value[row].double(), lse[row].double(), ball)
-    return judge.measured(distinct_rows(inputs))
+    return judge.measured(distinct_queries(inputs))
 
 
 def selection_fault(inputs: LayerInputs, trace: Trace) -> str:
@@ -55,9 +58,9 @@ def selection_fault(inputs: LayerInputs, trace: Trace) -> str:
     return f"upstream topk[{row}, {slot}] is {int(chosen[row, slot])}, and its request has {int(limit[row])} entries"
 
 
-def distinct_rows(inputs: LayerInputs) -> bool:
-    """Whether no two rows have the same query: only then do their rounding errors average out."""
-    flat = inputs.attn_query.flatten(1)
+def distinct_queries(inputs: LayerInputs) -> bool:
+    """Whether no two rows or heads have the same query: only then do their rounding errors average out."""
+    flat = inputs.attn_query.flatten(0, 1)
     probe = torch.linspace(1, 2, flat.shape[1], dtype=torch.float64, device=flat.device)
     return len(torch.unique(flat.double() @ probe)) == len(flat)
 
@@ -134,11 +137,17 @@ class _Judge:
 
     def _gain(self) -> tuple[float, float, int]:
         """Deviation of the most scaled head, its bound, and the head."""
-        size = self.size.clamp(min=torch.finfo(torch.float64).tiny)
+        size = self.size.clamp(min=TINY)
         deviation = self.along.abs() / size
         bound = (quantile() * self.gain_variance.sqrt() + self.gain_shift) / size
-        head = int((deviation / bound.clamp(min=torch.finfo(torch.float64).tiny)).argmax())
+        head = int((deviation / bound.clamp(min=TINY)).argmax())
         return float(deviation[head]), float(bound[head]), head
+
+    def _gain_all(self) -> tuple[float, float]:
+        """Deviation of all heads together, and its bound."""
+        size = max(float(self.size.sum()), TINY)
+        bound = quantile() * math.sqrt(float(self.gain_variance.sum())) + float(self.gain_shift.sum())
+        return abs(float(self.along.sum())) / size, bound / size
 
     def measured(self, independent: bool) -> Measured:
         value, lse = self.value, self.lse
@@ -162,6 +171,7 @@ class _Judge:
         if independent:
             deviation, bound, head = self._gain()
             metrics["gain"], limits["gain"], facts["gain_head"] = deviation, bound, head
+            metrics["gain_all"], limits["gain_all"] = self._gain_all()
         worst = lse.worst if by_lse else value.worst
         return Measured(metrics, limits, self.found + self._granularity(), worst, "", facts)
 

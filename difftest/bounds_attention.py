@@ -114,7 +114,8 @@ class _Spread:
         total = (self.probability.square() * (self.noise.square() + self.adder**2 * slots)) @ square
         total = total + self.rounded**2 / UNIFORM * square.amax() * self._bucket_squares(self.probability)
         rounding = (self.out * self._output_unit).square().sum(-1) / UNIFORM
-        return torch.add(rounding, total.double())
+        summed: Tensor = rounding + total.double()
+        return summed
 
     def shift_norm(self, terms: Tensor) -> Tensor:
         """sum p_j b_j (|v_j| + |out|) and the PV sum's truncation, [A] fp64."""

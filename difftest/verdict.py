@@ -318,7 +318,7 @@ def _stage_line(record: Record) -> str:
     if record.skipped:
         return f"{record.stage:<12} skipped: {record.skipped}"
     parts = []
-    for metric in ("deviation", "excess", "rms", "row_rms", "gain"):
+    for metric in ("deviation", "excess", "rms", "row_rms", "gain", "gain_all"):
         if metric in record.metrics and metric in record.bounds:
             parts.append(f"{metric} {record.metrics[metric]:.3g} / {record.bounds[metric]:.3g}")
     unit = f" ({record.facts['unit']})" if "unit" in record.facts else ""
