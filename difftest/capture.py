@@ -1,8 +1,8 @@
 """Captures: a layer's inputs as a file, to be replayed through every path.
 
 One safetensors file a layer, never pickle. Tensor names are the fields of `LayerInputs` (`index.kv_score`,
-`attn_query`), or `cache.NAME` for raw cache bytes; the metadata holds the schema, the case as JSON, the model's constants
-and the steps. The folder also holds the model's `config.json`, which the replayed case names as its model.
+`attn_query`), or `cache.NAME` for raw cache bytes; the metadata holds the schema, the case as JSON, the model's
+constants and the steps. The folder also holds the model's `config.json`, which the replayed case names as its model.
 """
 
 import json

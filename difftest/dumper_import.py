@@ -1,9 +1,10 @@
 """Reads directories written by SGLang's dumper (sglang/srt/debug_utils/dumper.py, 0.5.23) as per-request hidden states.
 
 The dumper writes one `.pt` file a tensor, named `step=1___rank=0___dump_index=7___name=positions___...pt`, that holds
-{"value": tensor, "meta": {...}}. Files are read with `weights_only`, so nothing in them is executed, and only those whose
-name is asked for are opened. Needed of every step: `positions`, `seq_lens`, `req_pool_indices`, and of every layer the hidden
-states that enter its attention (`layers.N.self_attn` inputs of the dumper's mode `all`, or a tensor dumped as `attn_input`).
+{"value": tensor, "meta": {...}}. Files are read with `weights_only`, so nothing in them is executed, and only those
+whose name is asked for are opened. Needed of every step: `positions`, `seq_lens`, `req_pool_indices`, and of every
+layer the hidden states that enter its attention (`layers.N.self_attn` inputs of the dumper's mode `all`, or a tensor
+dumped as `attn_input`).
 """
 
 import pickle
@@ -90,8 +91,8 @@ def read_value(file: Path) -> Tensor:
 def read_traffic(folder: Path, layers: tuple[int, ...] = (), rank: int = 0, requests: int = 1) -> Traffic:
     """The `requests` longest requests of a dump, put together over its steps.
 
-    `layers` empty means every layer with hidden states. ValueError names the step and the tensor that is missing or does
-    not fit, and a request whose beginning is not in the dump (its prefix came from the cache).
+    `layers` empty means every layer with hidden states. A request whose beginning is not in the dump (its prefix came
+    from the cache) is left out. ValueError names the step and the tensor that is missing or does not fit.
     """
     dumps = scan(folder, rank)
     by_step: dict[int, list[Dumped]] = {}
@@ -102,7 +103,9 @@ def read_traffic(folder: Path, layers: tuple[int, ...] = (), rank: int = 0, requ
     for step, files in by_step.items():
         _take_step(step, files, set(layers), current, everyone)
     chosen = sorted(everyone, key=lambda request: -request.length)[:requests]
-    if not chosen or not chosen[0].hidden:
+    if not chosen:
+        raise ValueError(f"{folder} holds no request from its first token on; serve with --disable-radix-cache")
+    if not chosen[0].hidden:
         raise ValueError(
             f"{folder} holds no hidden states of layers {list(layers) or 'any'}; dump attn_input of each layer"
         )
@@ -135,10 +138,8 @@ def _take_step(
             current[pool] = Request()
             everyone.append(current[pool])
         if pool not in current or current[pool].length != start:
-            raise ValueError(
-                f"step {step}: a request begins at token {start}, the tokens before it are not in the dump; "
-                "serve with --disable-radix-cache and dump from its first step"
-            )
+            current.pop(pool, None)
+            continue
         current[pool].spans.append((step, start, stop))
         owners.append((current[pool], rows))
     for dumped in files:
