@@ -120,7 +120,8 @@ class _Spread:
     def shift_norm(self, terms: Tensor) -> Tensor:
         """sum p_j b_j (|v_j| + |out|) and the PV sum's truncation, [A] fp64."""
         lengths = self.values.norm(dim=-1).float() + self.out.norm(dim=-1, keepdim=True).float()
-        return (self.probability * self.shift * lengths).sum(-1).double() + self._truncation * terms.norm(dim=-1)
+        shift: Tensor = (self.probability * self.shift * lengths).sum(-1).double()
+        return shift.add_(self._truncation * torch.linalg.vector_norm(terms, dim=-1))
 
     def gain_variance(self) -> Tensor:
         """The same along out: each slot's error weighs w_j = p_j (v_j . out), [A] fp64."""

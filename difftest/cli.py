@@ -47,15 +47,22 @@ def choose_device(device: Device) -> str:
     if device is Device.auto:
         return "cuda" if torch.cuda.is_available() else "cpu"
     if device is Device.cuda and not torch.cuda.is_available():
-        stop(CANNOT_JUDGE, "--device cuda, but torch sees no CUDA device; install a CUDA build of torch or use --device cpu")
+        stop(
+            CANNOT_JUDGE,
+            "--device cuda, but torch sees no CUDA device; install a CUDA build of torch or use --device cpu",
+        )
     return device.value
 
 
 @app.command("run")
 def run_command(
     profile: Annotated[str, typer.Option(help="smoke, default, full or gpu: which cases run.")] = "default",
-    case: Annotated[list[str] | None, typer.Option(help="Run only this case (repeatable); see `difftest list cases`.")] = None,
-    path: Annotated[list[str] | None, typer.Option(help="Run only this path (repeatable); name or name:option=value.")] = None,
+    case: Annotated[
+        list[str] | None, typer.Option(help="Run only this case (repeatable); see `difftest list cases`.")
+    ] = None,
+    path: Annotated[
+        list[str] | None, typer.Option(help="Run only this path (repeatable); name or name:option=value.")
+    ] = None,
     layer: Annotated[list[int] | None, typer.Option(help="Run only this layer (repeatable).")] = None,
     device: Annotated[Device, typer.Option(help="Where paths run.")] = Device.auto,
     out: Annotated[Path | None, typer.Option(help="New directory for run.json, records.jsonl and traces.")] = None,
@@ -69,7 +76,9 @@ def run_command(
     from . import session
 
     try:
-        request = session.Request(profile, case or [], path or [], layer or [], choose_device(device), policy, keep, seed)
+        request = session.Request(
+            profile, case or [], path or [], layer or [], choose_device(device), policy, keep, seed
+        )
         plan, chosen = session.plan(request)
     except ValueError as error:
         stop(USAGE, str(error))

@@ -33,7 +33,9 @@ def _package(name: str, module: str, adds: str, install: str, required: bool = F
 def _gpu() -> Check:
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
-        return Check("gpu", True, f"{torch.cuda.get_device_name()}, sm_{major}{minor}, {torch.cuda.device_count()} visible")
+        return Check(
+            "gpu", True, f"{torch.cuda.get_device_name()}, sm_{major}{minor}, {torch.cuda.device_count()} visible"
+        )
     why = "this torch is built without CUDA" if not torch.version.cuda else "no CUDA device is visible"
     return Check("gpu", None, f"missing: {why}; sglang-fp8 runs from recordings, kernels under Triton's interpreter")
 
@@ -49,8 +51,14 @@ def checks() -> list[Check]:
         _package("sglang", "sglang", "the live SGLang paths", "pip install 'difftest[sglang]'"),
         _package("sgl-deep-gemm", "deep_gemm", "live index scores", "pip install 'difftest[sglang]'"),
         _package("sglang-kernel", "sgl_kernel", "live top-k", "pip install 'difftest[sglang]'"),
-        _package("transformers", "transformers", "the second opinion on structure", "pip install 'difftest[transformers]'"),
-        Check("nvcc", bool(shutil.which("nvcc")) or None, shutil.which("nvcc") or "missing: CUDA store, live SGLang builds"),
+        _package(
+            "transformers", "transformers", "the second opinion on structure", "pip install 'difftest[transformers]'"
+        ),
+        Check(
+            "nvcc",
+            bool(shutil.which("nvcc")) or None,
+            shutil.which("nvcc") or "missing: CUDA store, live SGLang builds",
+        ),
     ]
     for name in path_names():
         try:

@@ -99,7 +99,7 @@ def append_records(file: Path, records: Iterable[Record]) -> None:
 
 
 def read_records(file: Path) -> Iterator[Record]:
-    """Reads a records file. ValueError names file, line and fault; a torn last line (an interrupted write) is left out."""
+    """Reads a records file. ValueError names file, line and fault; a torn last line (interrupted write) is left out."""
     text = file.read_text()
     lines = text.split("\n")
     for number, line in enumerate(lines, 1):

@@ -64,7 +64,7 @@ def _input_tensors(inputs: LayerInputs) -> Iterator[tuple[str, Tensor]]:
 
 
 def run_path(path: Path, inputs: LayerInputs, case: str, given: Trace | None = None) -> Result:
-    """Runs one path stage by stage and makes each stage's isolated record; stages in `given` are taken from it unjudged.
+    """Runs one path stage by stage, with an isolated record of each; stages in `given` are taken from it unjudged.
 
     A stage that raises ends the path: running out of memory is a result of its own (`skipped`), anything else a `crash`
     finding at that stage, so the records before it still say what was verified.
@@ -174,7 +174,7 @@ def run(plan: Plan, out: RunDir, on_progress: Callable[[Progress], None] = lambd
 def run_layer(case: Case, layer: int, paths: Sequence[Path], device: str = "cpu") -> Iterator[Result]:
     """Yields one result a path for one case and layer, all on the same inputs and against the same oracle.
 
-    The oracle's trace stays alive throughout, so none of its buffers can be handed to a path with the right answer in it,
+    The oracle's trace stays alive throughout, so no path is handed one of its buffers with the right answer in it,
     and one path's trace is dropped before the next is made: memory holds two traces, however many paths there are.
     """
     inputs = generate(case, layer).to(device)

@@ -94,4 +94,4 @@ def check_stage(name: str) -> StageName:
     """`name` as a stage name; ValueError with the nearest names otherwise."""
     if name not in STAGES:
         raise ValueError(nearest(name, list(STAGES), "stage"))
-    return name  # type: ignore[return-value]
+    return name

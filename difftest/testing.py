@@ -13,7 +13,9 @@ from .session import find_case
 from .stages import StageName
 from .verdict import Policy, explain_failure, judge, load_policy
 
-CannotJudge = type("CannotJudge", (Exception,), {"__doc__": "Nothing could be compared; the message says why."})
+
+class CannotJudge(Exception):
+    """Nothing could be compared; the message says why."""
 
 
 def resolve_device(device: str) -> str:

@@ -40,7 +40,7 @@ class Trace:
         return self.stages[stage][next(iter(STAGES[stage].tensors))]
 
     def save(self, file: Path) -> None:
-        """Writes the trace as safetensors; tensor names are `stage.name`. A half-written file never replaces a whole one."""
+        """Writes the trace as safetensors, tensors named `stage.name`. A torn file never replaces a whole one."""
         tensors = {
             f"{stage}.{name}": tensor.detach().cpu().contiguous()
             for stage, parts in self.stages.items()
@@ -59,7 +59,7 @@ class Trace:
                 facts = stored.metadata() or {}
                 if facts.get("schema") != SCHEMA:
                     raise ValueError(
-                        f"{file} is not a difftest trace: its schema is {facts.get('schema')!r}, this version reads {SCHEMA!r}"
+                        f"{file} is not a difftest trace: its schema is {facts.get('schema')!r}, not {SCHEMA!r}"
                     )
                 trace = cls(facts["case"], int(facts["layer"]), facts["path"], facts=json.loads(facts["facts"]))
                 for key in stored.keys():  # noqa: SIM118  safe_open is not a mapping

@@ -78,7 +78,7 @@ class _LoopBound(Device):
 
 
 @_LoopBound
-def loop_bound(value):  # type: ignore[no-untyped-def]
+def loop_bound(value):
     """`value` itself, fit to bound a `tl.range`."""
     return value
 
@@ -89,7 +89,7 @@ def interpreted(tensor: torch.Tensor) -> bool:
 
 
 @Device
-def load_bf16(pointer, mask, INTERPRETED: tl.constexpr):  # type: ignore[no-untyped-def]
+def load_bf16(pointer, mask, INTERPRETED: tl.constexpr):
     """Loads bf16 (0 where masked); as fp32 when interpreted, so that no later step sees the interpreter's bf16."""
     if INTERPRETED:
         bits = tl.load(pointer.to(tl.pointer_type(tl.int16), bitcast=True), mask=mask, other=0)
@@ -100,7 +100,7 @@ def load_bf16(pointer, mask, INTERPRETED: tl.constexpr):  # type: ignore[no-unty
 
 
 @Device
-def round_bf16(value):  # type: ignore[no-untyped-def]
+def round_bf16(value):
     """Fp32 -> bf16 bits as int16, round to nearest even, in integer arithmetic; NaN becomes the quiet NaN."""
     bits = value.to(tl.int32, bitcast=True)
     even = (bits >> BF16_SHIFT) & 1
@@ -109,7 +109,7 @@ def round_bf16(value):  # type: ignore[no-untyped-def]
 
 
 @Device
-def store_bf16(pointer, value, mask, INTERPRETED: tl.constexpr):  # type: ignore[no-untyped-def]
+def store_bf16(pointer, value, mask, INTERPRETED: tl.constexpr):
     """Stores fp32 rounded to nearest even to bf16."""
     if INTERPRETED:
         tl.store(pointer.to(tl.pointer_type(tl.int16), bitcast=True), round_bf16(value), mask=mask)
@@ -118,7 +118,7 @@ def store_bf16(pointer, value, mask, INTERPRETED: tl.constexpr):  # type: ignore
 
 
 @Device
-def e4m3_bits(value):  # type: ignore[no-untyped-def]
+def e4m3_bits(value):
     """Fp32 in [-448, 448] -> e4m3fn code as uint8, round to nearest even, in integer and fp32 arithmetic.
 
     Normal codes: drop 20 mantissa bits with the carry of round to nearest even, then rebias the exponent. Subnormal
@@ -135,23 +135,23 @@ def e4m3_bits(value):  # type: ignore[no-untyped-def]
     return (code | sign).to(tl.uint8)
 
 
-def _dot_of_bf16(a, b, out, N: tl.constexpr):  # type: ignore[no-untyped-def]
+def _dot_of_bf16(a, b, out, N: tl.constexpr):
     row = tl.arange(0, N)
     at = row[:, None] * N + row[None, :]
     tl.store(out + at, tl.dot(tl.load(a + at), tl.load(b + at)))
 
 
-def _cast_to_bf16(value, out, N: tl.constexpr):  # type: ignore[no-untyped-def]
+def _cast_to_bf16(value, out, N: tl.constexpr):
     at = tl.arange(0, N)
     tl.store(out + at, tl.load(value + at).to(tl.bfloat16))
 
 
-def _cast_to_e4m3(value, out, N: tl.constexpr):  # type: ignore[no-untyped-def]
+def _cast_to_e4m3(value, out, N: tl.constexpr):
     at = tl.arange(0, N)
     tl.store(out + at, tl.load(value + at).to(tl.float8e4nv).to(tl.uint8, bitcast=True))
 
 
-def _round_as_kernels_do(value, bf16, codes, N: tl.constexpr):  # type: ignore[no-untyped-def]
+def _round_as_kernels_do(value, bf16, codes, N: tl.constexpr):
     at = tl.arange(0, N)
     loaded = tl.load(value + at)
     store_bf16(bf16 + at, loaded, at < N, True)

@@ -67,13 +67,13 @@ def page_stride_elements(cache: Tensor) -> int:
 
 def read_slots(cache: Tensor, slots: Tensor) -> Tensor:
     """Entries at `slots` (int64 [...], each in the pool) as bf16 [..., 128], by plain torch indexing."""
-    pages = elements(cache).unflatten(1, (PAGE_ENTRIES, ENTRY_DIM))
+    pages: Tensor = elements(cache).unflatten(1, (PAGE_ENTRIES, ENTRY_DIM))
     return pages[slots // PAGE_ENTRIES, slots % PAGE_ENTRIES]
 
 
 def write_slots(cache: Tensor, slots: Tensor, entries: Tensor) -> None:
     """Writes bf16 entries [N, 128] at `slots` (int64 [N], each in the pool), by plain torch indexing."""
-    pages = elements(cache).unflatten(1, (PAGE_ENTRIES, ENTRY_DIM))
+    pages: Tensor = elements(cache).unflatten(1, (PAGE_ENTRIES, ENTRY_DIM))
     pages[slots // PAGE_ENTRIES, slots % PAGE_ENTRIES] = entries
 
 

@@ -20,7 +20,7 @@ QUERY_WARPS = 4
 
 
 @Kernel
-def _query_kernel(  # type: ignore[no-untyped-def]
+def _query_kernel(
     query,
     table,
     positions,

@@ -1,8 +1,9 @@
 """The Triton kernel behind every bf16 index score: paged or not, one query a tile or several, any schedule.
 
-A tile multiplies KEYS keys by the heads of GROUP queries of one request: product[key, query and head]. ReLU, head
-weight and the sum over heads happen in registers, so only scores leave the chip. Keys are the rows of the product:
-the sum over heads stays within a warp, and a NaN key spoils no score but its own.
+A tile multiplies KEYS keys by all heads of GROUP queries: product[key, query and head]. ReLU, head weight
+and the sum over heads happen in registers, so only scores leave the chip. Keys are the rows of the product: the sum
+over heads stays within a warp, and a NaN key spoils no score but its own. ReLU is written (x + |x|) * (w / 2), which is
+max(x, 0) * w bit for bit and carries a NaN into the score, where a maximum would make it 0.
 
 Two schedules. Persistent: each program takes an equal share of all tiles, whatever the lengths, and finds its rows by a
 prefix sum over the lengths. Split: program (g, s) takes the s-th share of group g.
@@ -19,7 +20,7 @@ NO_END = tl.constexpr(2**31 - 1)
 
 
 @Device
-def clamped(length, width):  # type: ignore[no-untyped-def]
+def clamped(length, width):
     """Lengths of any integer type as int32 in [0, width]."""
     return tl.minimum(tl.maximum(length, 0), width).to(tl.int32)
 
@@ -36,7 +37,7 @@ def load_keys(
     PAGED: tl.constexpr,
     DESCRIPTOR: tl.constexpr,
     INTERPRETED: tl.constexpr,
-):  # type: ignore[no-untyped-def]
+):
     """The block's keys [KEYS, 128]; those past `length` repeat earlier ones or lie on the same page: read, never
     used.
     """
@@ -60,7 +61,7 @@ def load_keys(
 
 
 @Device
-def score_blocks(  # type: ignore[no-untyped-def]
+def score_blocks(
     query,
     weight,
     keys,
@@ -92,7 +93,7 @@ def score_blocks(  # type: ignore[no-untyped-def]
     row = group.to(tl.int64) * GROUP + column // HEAD_BLOCK
     live = (head < HEADS) & (row < rows)
     at = row * HEADS + head
-    head_weight = tl.load(weight + at, mask=live, other=0.0)
+    half_weight = 0.5 * tl.load(weight + at, mask=live, other=0.0)
     dim = tl.arange(0, DIM)
     q = load_bf16(query + at[None, :] * DIM + dim[:, None], live[None, :], INTERPRETED)
 
@@ -109,14 +110,15 @@ def score_blocks(  # type: ignore[no-untyped-def]
     key = tl.arange(0, KEYS)
     for block in tl.range(loop_bound(first), loop_bound(stop)):
         k = load_keys(keys, table, block, key, longest, page_stride, KEYS, PAGED, DESCRIPTOR, INTERPRETED)
-        terms = tl.maximum(tl.dot(k, q), 0.0) * head_weight[None, :]
+        product = tl.dot(k, q)
+        terms = (product + tl.abs(product)) * half_weight[None, :]
         total = tl.reduce(tl.reshape(terms, (KEYS, GROUP, HEAD_BLOCK)), 2, tl.standard._sum_combine)
         entry = (block * KEYS + key)[:, None]
         tl.store(scores + entry, total, mask=entry < length[None, :])
 
 
 @Device
-def fill_rows(lengths, out, rows, out_stride, width, fill, first, step, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+def fill_rows(lengths, out, rows, out_stride, width, fill, first, step, COLUMNS: tl.constexpr):
     """Writes `fill` past the length of rows first, first + step, ..."""
     column = tl.arange(0, COLUMNS)
     for row in tl.range(loop_bound(first), loop_bound(rows), loop_bound(step)):
@@ -129,7 +131,7 @@ def fill_rows(lengths, out, rows, out_stride, width, fill, first, step, COLUMNS:
 
 
 @Kernel
-def scores_kernel(  # type: ignore[no-untyped-def]
+def scores_kernel(
     query,
     weight,
     keys,

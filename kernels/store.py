@@ -19,7 +19,7 @@ STORE_WARPS = 4
 
 
 @Kernel
-def _store_kernel(  # type: ignore[no-untyped-def]
+def _store_kernel(
     pooled,
     norm_weight,
     table,

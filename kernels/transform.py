@@ -16,7 +16,7 @@ HADAMARD_SCALE = tl.constexpr(128**-0.5)
 
 
 @Device
-def rotate(even, odd, table, position, mask):  # type: ignore[no-untyped-def]
+def rotate(even, odd, table, position, mask):
     """Rotates pairs 32..63 (dims 64..127) of every row by its table row; the first 32 pairs are turned by the angle
     0.
     """
@@ -29,7 +29,7 @@ def rotate(even, odd, table, position, mask):  # type: ignore[no-untyped-def]
 
 
 @Device
-def butterfly(block, N: tl.constexpr):  # type: ignore[no-untyped-def]
+def butterfly(block, N: tl.constexpr):
     """Unscaled Hadamard transform (Sylvester order) over the last axis of fp32 [N, 64]: 6 stages of sums and
     differences.
     """
@@ -42,7 +42,7 @@ def butterfly(block, N: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @Device
-def hadamard(even, odd, N: tl.constexpr):  # type: ignore[no-untyped-def]
+def hadamard(even, odd, N: tl.constexpr):
     """Orthonormal 128-point Hadamard transform of rows held as even and odd dims; returns even and odd dims."""
     total = butterfly(even + odd, N)
     difference = butterfly(even - odd, N)

@@ -12,11 +12,12 @@ Round = Literal["none", "bf16"]
 """A declared rounding point: none (kept in the arithmetic's own precision) or round to nearest even to bf16."""
 
 Quantiser = Literal["none", "bf16", "e4m3", "e4m3_pow2", "e2m1", "e2m1_ties_down"]
-"""Format a key, query or latent is stored in. e4m3: one raw fp32 scale per 128 = max(1e-4, amax) / 448. e4m3_pow2: power-of-two
-scale per block of 64. e2m1: block 32, power-of-two scale, ties to even; e2m1_ties_down: strict thresholds (SGLang's fp4)."""
+"""Format a key, query or latent is stored in. e4m3: one raw fp32 scale per 128 = max(1e-4, amax) / 448. e4m3_pow2:
+power-of-two scale per block of 64. e2m1: block 32, power-of-two scale, ties to even; e2m1_ties_down: strict thresholds
+(SGLang's fp4)."""
 
 Arithmetic = Literal["fp64", "fp32", "fp32_fast", "bf16", "fp8_wgmma"]
-"""What sums are made in: fp64, fp32, fp32 with approximate exp and division, bf16 roundings per step as DeepSeek publishes,
+"""What sums are made in: fp64, fp32, fp32 with approximate exp and division, bf16 roundings per step as published,
 or the 14-bit accumulator of Hopper's fp8 tensor core."""
 
 
@@ -37,11 +38,11 @@ class Declaration:
 
     key, query        rounding points of index_k and index_q (for a query, pooled and normed do not exist).
     weight            rounding of the head weight after scaling.
-    score             arithmetic of the scores; `score_rounds`: per-head products, weighted terms and sum each rounded to bf16.
+    score             arithmetic of the scores; `score_rounds`: products, weighted terms and sum each rounded to bf16.
     pool              arithmetic of the gated pooling.
     window, latent    format of the no-RoPE dims of the window and compressed latents, with the rounding before it.
     rope_tail         rounding points of the latent's RoPE dims: normed, rotated (stored is bf16 or none).
-    attention         arithmetic of attention; `probability`: rounding of P before the PV product; `output`: of the result.
+    attention         arithmetic of attention; `probability`: rounding of P before the PV product; `output`: of the sum.
     """
 
     key: Rounding = Rounding()
@@ -90,9 +91,7 @@ class Path:
     def availability(self) -> Availability:
         return Availability(True)
 
-    def run(
-        self, inputs: LayerInputs, case: str, given: Trace | None = None, upto: StageName | None = None
-    ) -> Trace:
+    def run(self, inputs: LayerInputs, case: str, given: Trace | None = None, upto: StageName | None = None) -> Trace:
         """Runs the stages of this layer kind in order; stages found in `given` are taken from it instead."""
         trace = Trace(case, inputs.layer, self.name)
         for stage in stages_of(inputs.kind):

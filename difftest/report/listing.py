@@ -18,7 +18,8 @@ def cases() -> list[Row]:
         {
             "case": case.id,
             "mode": case.mode,
-            "tokens": " ".join(f"{length:,}" for length in case.lengths[:4]) + (" ..." if len(case.lengths) > 4 else ""),
+            "tokens": " ".join(f"{length:,}" for length in case.lengths[:4])
+            + (" ..." if len(case.lengths) > 4 else ""),
             "layers": " ".join(map(str, case.layers)),
             "profiles": " ".join(case.profiles),
             "says": case.says,
@@ -28,7 +29,7 @@ def cases() -> list[Row]:
 
 
 def paths() -> list[Row]:
-    rows = []
+    rows: list[Row] = []
     for name, kind in sorted(path_classes().items()):
         available = kind().availability()
         state = "ready" if available.ok else f"not here: {available.why}"

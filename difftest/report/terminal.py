@@ -1,4 +1,4 @@
-"""What a person reads after a run: one table a case, then the verdicts, then what was not run, and the conclusion last."""
+"""What a person reads after a run: one table a case, the verdicts, what was not run, and the conclusion last."""
 
 from collections.abc import Iterable
 
@@ -8,10 +8,11 @@ from rich.text import Text
 
 from ..record import Record
 from ..session import Outcome
-from ..stages import STAGES
+from ..stages import STAGES, StageName
 from ..verdict import Verdict
 
 QUALITY = (("topk", "recall", "recall"), ("attention", "relative_error", "attention error"))
+Place = tuple[str, int, str, StageName | None]
 STYLE = {"agrees": "green", "explained": "yellow", "bug": "bold red", "cannot judge": "magenta"}
 
 
@@ -20,7 +21,11 @@ def show(outcome: Outcome, console: Console, by_layer: bool = False) -> None:
 
     An isolated cell is `deviation / bound` of the layer nearest to its bound, `FAIL` where a check failed.
     """
-    bad = {(verdict.case, verdict.layer, verdict.path, verdict.stage) for verdict in outcome.verdicts if verdict.answer == "bug"}
+    bad = {
+        (verdict.case, verdict.layer, verdict.path, verdict.stage)
+        for verdict in outcome.verdicts
+        if verdict.answer == "bug"
+    }
     for case in dict.fromkeys(record.case for record in outcome.records):
         console.print(_table(case, [record for record in outcome.records if record.case == case], bad, by_layer))
         console.print()
@@ -30,7 +35,7 @@ def show(outcome: Outcome, console: Console, by_layer: bool = False) -> None:
     _conclusion(outcome, console)
 
 
-def _table(case: str, records: list[Record], bad: set[tuple[str, int, str, str | None]], by_layer: bool) -> Table:
+def _table(case: str, records: list[Record], bad: set[Place], by_layer: bool) -> Table:
     layers = sorted({record.layer for record in records})
     kinds = ", ".join(dict.fromkeys(record.kind for record in records))
     table = Table(
@@ -44,20 +49,18 @@ def _table(case: str, records: list[Record], bad: set[tuple[str, int, str, str |
     table.add_column("stage")
     for path, layer in columns:
         table.add_column(f"{path} {layer}" if by_layer else path, justify="right", overflow="fold")
-    chosen = {
-        column: [r for r in records if r.path == column[0] and column[1] in (-1, r.layer)] for column in columns
-    }
+    chosen = {column: [r for r in records if r.path == column[0] and column[1] in (-1, r.layer)] for column in columns}
     for stage in STAGES:
         if any(record.stage == stage for record in records):
             table.add_row(stage, *(_isolated(stage, chosen[column], bad) for column in columns))
-    for stage, metric, label in QUALITY:
-        cells = [_accumulated(stage, metric, chosen[column]) for column in columns]
+    for measured, metric, label in QUALITY:
+        cells = [_accumulated(measured, metric, chosen[column]) for column in columns]
         if any(cells):
             table.add_row(Text(label, style="italic"), *cells)
     return table
 
 
-def _isolated(stage: str, records: Iterable[Record], bad: set[tuple[str, int, str, str | None]]) -> Text:
+def _isolated(stage: StageName, records: Iterable[Record], bad: set[Place]) -> Text:
     found = [record for record in records if record.stage == stage and record.comparison == "isolated"]
     if not found:
         return Text("-", style="dim")

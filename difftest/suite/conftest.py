@@ -3,6 +3,8 @@
 import pytest
 
 from difftest import runner, session
+from difftest.paths.base import get_path
+from difftest.stages import stages_of
 from difftest.testing import resolve_device
 
 
@@ -28,9 +30,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     params = []
     for case, layer in plan.items():
         for spec in plan.paths:
-            if not runner.covers(session.get_path(spec), case, layer):
+            if not runner.covers(get_path(spec), case, layer):
                 continue
-            for stage in runner.stages_of(case.config.kind(layer)):
+            for stage in stages_of(case.config.kind(layer)):
                 marks = [pytest.mark.xdist_group(f"{case.id}-layer{layer}"), pytest.mark.difftest]
                 if spec in skipped:
                     marks.append(pytest.mark.skip(reason=f"cannot judge: {spec}: {skipped[spec]}"))

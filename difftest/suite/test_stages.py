@@ -9,9 +9,7 @@ from difftest.stages import StageName
 from difftest.testing import CannotJudge, Lab
 
 
-def test_stage(
-    difftest_lab: Lab, case: Case, layer: int, path: str, stage: StageName, paths: Sequence[str]
-) -> None:
+def test_stage(difftest_lab: Lab, case: Case, layer: int, path: str, stage: StageName, paths: Sequence[str]) -> None:
     try:
         difftest_lab.check_stage(case, layer, path, stage, paths)
     except CannotJudge as reason:

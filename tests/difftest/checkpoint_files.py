@@ -83,7 +83,7 @@ def layer_tensors(layer: int, kind: str) -> dict[str, Tensor]:
 
 
 def write_checkpoint(folder: Path) -> dict[str, Tensor]:
-    """Writes config.json, two shards and the index; returns all tensors. Experts have a shard that is no safetensors."""
+    """Writes config.json, two shards and the index; returns all tensors. The experts' shard is no safetensors file."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(CONFIG))
     tensors: dict[str, Tensor] = {}
