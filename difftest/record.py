@@ -62,7 +62,7 @@ class Record:
 
     def to_json(self) -> str:
         """One line of JSON. NaN and infinities become the strings "nan", "inf" and "-inf": JSON has no such numbers."""
-        return json.dumps({"schema": SCHEMA, **_plain(asdict(self))}, sort_keys=True)
+        return json.dumps({"schema": SCHEMA, **_plain(asdict(self))})
 
     @classmethod
     def from_json(cls, line: str) -> "Record":
