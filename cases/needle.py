@@ -74,18 +74,20 @@ def needle(
     if not len(rows):
         return inputs
     query, weight = (part[rows] for part in scorer_queries(inputs))
-    mean, deviation = _background(inputs, draw, rows, query, weight)
-    key = _key_of_score(query, weight, mean + margin * deviation, draw, "needle.key")
+    mean, deviation = background_level(inputs, draw, rows, query, weight)
+    key = key_of_score(query, weight, mean + margin * deviation, low_start(query, weight, draw, "needle.key"))
     _plant(inputs, draw, rows, entries[rows], key)
     level = mean + (margin - distractor_gap) * deviation
     taken = {(int(inputs.row_request[row]), int(entries[row])) for row in rows}
     for number in range(distractors):
-        similar = _key_of_score(query, weight, level, draw, f"distractor.key/{number}")
+        similar = key_of_score(query, weight, level, low_start(query, weight, draw, f"distractor.key/{number}"))
         _plant_distractors(inputs, draw, rows, similar, number, taken)
     return inputs
 
 
-def _background(inputs: LayerInputs, draw: Draw, rows: Tensor, query: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def background_level(
+    inputs: LayerInputs, draw: Draw, rows: Tensor, query: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation [rows] fp64 of each row's scores over a sample of its request's entries."""
     mean = torch.zeros(len(rows), dtype=torch.float64)
     deviation = torch.ones(len(rows), dtype=torch.float64)
@@ -100,16 +102,22 @@ def _background(inputs: LayerInputs, draw: Draw, rows: Tensor, query: Tensor, we
     return mean, deviation
 
 
-def _key_of_score(query: Tensor, weight: Tensor, target: Tensor, draw: Draw, name: str) -> Tensor:
+def low_start(query: Tensor, weight: Tensor, draw: Draw, name: str) -> Tensor:
+    """Unit vectors [R, D] fp64 that score low with their own row: the worst of STARTS random ones."""
+    rows, _, dim = query.shape
+    starts = normalize(draw.normal(name, STARTS, rows, dim).double(), dim=2)
+    worst = torch.stack([row_scores(query, weight, start) for start in starts]).argmin(0)
+    return starts[worst, torch.arange(rows)]
+
+
+def key_of_score(query: Tensor, weight: Tensor, target: Tensor, start: Tensor) -> Tensor:
     """Keys [R, D] fp64 of length sqrt(D) whose unscaled score with their own row is `target` [R].
 
-    Between a direction that scores low and the one that the row likes best the blend is bisected.
+    Between `start` [R, D], unit vectors that score less, and the direction that the row likes best the blend is
+    bisected. A target out of reach becomes REACH of the best possible score.
     """
     rows, _, dim = query.shape
     best = _best_direction(query, weight)
-    starts = normalize(draw.normal(name, STARTS, rows, dim).double(), dim=2)
-    worst = torch.stack([row_scores(query, weight, start) for start in starts]).argmin(0)
-    start = starts[worst, torch.arange(rows)]
     low, high = torch.zeros(rows, 1, dtype=torch.float64), torch.ones(rows, 1, dtype=torch.float64)
 
     def blend(share: Tensor) -> Tensor:
