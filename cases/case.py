@@ -24,7 +24,8 @@ class Case:
                    step, then one token a step. resume: the first `chunk` tokens in one step (as another request's
                    prefix hit would have left them), the rest in a second.
     rows           query tokens compared in all; 0 compares every one. In decode mode the decoded tokens are the rows.
-    layers         layers that run by default, each with its own weights and data; all of one kind.
+    layers         layers that run by default, each with its own weights and data.
+    brief          how many of them the smoke and default profiles run; full and gpu run all.
     pooled_prefix  entries at the start of each request that are given pooled, for histories too long to pool.
     spare_pages    pages of the pool that no request owns; they hold poison.
     model          shipped config or path of a config.json; `overrides` replaces single values (a shrunk case uses it).
@@ -39,6 +40,7 @@ class Case:
     decode_tokens: int = 8
     rows: int = 32
     layers: tuple[int, ...] = (2, 14, 28, 42)
+    brief: int = 1
     pooled_prefix: int = 0
     shuffled_pages: bool = True
     spare_pages: int = 5

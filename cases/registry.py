@@ -12,6 +12,7 @@ SMOKE: tuple[Profile, ...] = ("smoke", "default", "full", "gpu")
 DEFAULT: tuple[Profile, ...] = ("default", "full", "gpu")
 FULL: tuple[Profile, ...] = ("full", "gpu")
 GPU: tuple[Profile, ...] = ("gpu",)
+BRIEF: tuple[Profile, ...] = ("smoke", "default")
 BY_NAME: tuple[Profile, ...] = ()
 
 RAGGED = (2999, 2310, 2570)
@@ -51,7 +52,7 @@ _MODES = (
 )
 
 _NEEDLES = (
-    Case("needle-22597", "needle", (22597,), "chunked", chunk=8191, rows=16, says="one planted entry a row"),
+    Case("needle-22597", "needle", (22597,), "chunked", chunk=8191, rows=16, brief=4, says="one planted entry a row"),
     Case("needle-5294", "needle", (5294, 3611), rows=16, profiles=FULL, says="where public reports start to fail"),
     Case(
         "needle-near-cut-10498",
@@ -168,7 +169,7 @@ CASES = (
     *_NEEDLES,
     *_FAMILIES,
     *_MODES,
-    *(replace(case, profiles=DEFAULT) for case in RECORDED_CASES),
+    *(replace(case, profiles=DEFAULT, brief=2) for case in RECORDED_CASES),
     *_OTHER_LAYERS,
     *_LONG,
 )
@@ -180,5 +181,6 @@ def all_cases() -> dict[str, Case]:
 
 
 def profile(name: Profile) -> list[Case]:
-    """Cases that profile `name` runs, in registry order."""
-    return [case for case in CASES if name in case.profiles]
+    """Cases that profile `name` runs, in registry order; the quick profiles run each case's first `brief` layers."""
+    chosen = [case for case in CASES if name in case.profiles]
+    return [replace(case, layers=case.layers[: case.brief]) for case in chosen] if name in BRIEF else chosen

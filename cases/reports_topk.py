@@ -82,8 +82,8 @@ def _check_candidates(topk: Component) -> list[Violation]:
     return found
 
 
-def _drops_candidates(score: Tensor, visible: Tensor, k: int) -> Tensor:
-    """Only the first CAP members of the coarse bin at the cut become candidates."""
+def _drops_candidates(score: Tensor, visible: Tensor, k: int, cap: int = CAP) -> Tensor:
+    """Only the first `cap` members of the coarse bin at the cut become candidates."""
     out = torch.full((len(score), k), -1, dtype=torch.int32)
     for row, count in enumerate(visible.tolist()):
         valid = score[row, :count]
@@ -91,7 +91,7 @@ def _drops_candidates(score: Tensor, visible: Tensor, k: int) -> Tensor:
         order = coarse.sort(descending=True).values
         cut = order[min(k, count) - 1]
         above = (coarse > cut).nonzero()[:, 0]
-        candidates = (coarse == cut).nonzero()[:CAP, 0]
+        candidates = (coarse == cut).nonzero()[:cap, 0]
         best = valid[candidates].sort(descending=True).indices[: k - len(above)]
         chosen = torch.cat((above, candidates[best]))
         out[row, : len(chosen)] = chosen.int()
@@ -116,14 +116,14 @@ def _check_plateau(topk: Component) -> list[Violation]:
     return found
 
 
-def _too_few_ties(score: Tensor, visible: Tensor, k: int) -> Tensor:
-    """At most TIE_SLOTS entries that equal the k-th score are emitted; the rest of the row stays unwritten (-1)."""
+def _too_few_ties(score: Tensor, visible: Tensor, k: int, slots: int = TIE_SLOTS) -> Tensor:
+    """At most `slots` entries that equal the k-th score are emitted; the rest of the row stays unwritten (-1)."""
     out = torch.full((len(score), k), -1, dtype=torch.int32)
     for row, count in enumerate(visible.tolist()):
         valid = score[row, :count]
         cut = valid.topk(min(k, count)).values[-1]
         above, level = (valid > cut).nonzero()[:, 0], (valid == cut).nonzero()[:, 0]
-        chosen = torch.cat((above, level[: min(TIE_SLOTS, k - len(above))]))
+        chosen = torch.cat((above, level[: min(slots, k - len(above))]))
         out[row, : len(chosen)] = chosen.int()
     return out
 

@@ -11,6 +11,11 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
+from .baseline_cli import app as baseline_app
+from .data_cli import capture_app, census_command, weights_command
+from .diagnose.bisect_cli import bisect_command
+from .recall.cli import app as recall_app
+
 AGREES, DISAGREES, USAGE, CANNOT_JUDGE, HARNESS_ERROR = 0, 1, 2, 125, 128
 
 app = typer.Typer(
@@ -19,7 +24,10 @@ app = typer.Typer(
     add_completion=False,
     help="Layer-by-layer differential tests for DeepSeek sparse-attention indexers.",
 )
-console = Console()
+WIDTH = None if sys.stdout.isatty() else 120
+"""Columns of output that goes to a file, where Rich would assume 80."""
+
+console = Console(width=WIDTH)
 errors = Console(stderr=True)
 
 
@@ -170,6 +178,75 @@ def doctor_command(as_json: Annotated[bool, typer.Option("--json", help="Print a
             [{"check": c.what, "": mark[c.ok], "found": c.found, "to change that": c.do} for c in found], console
         )
     raise typer.Exit(HARNESS_ERROR if any(check.ok is False for check in found) else AGREES)
+
+
+@app.command("record")
+def record_command(
+    case: Annotated[list[str] | None, typer.Option(help="Case to record (repeatable); the fixed list if none.")] = None,
+    path: Annotated[str, typer.Option(help="Live path to record.")] = "sglang-fp8",
+    out: Annotated[Path, typer.Option(help="Folder of the recordings.")] = Path("recorded"),
+) -> None:
+    """Record a live path's traces on a GPU, for machines that have none."""
+    from . import session
+    from .cases.recorded_cases import RECORDED_CASES
+    from .recording import record
+
+    device = choose_device(Device.cuda)
+    try:
+        cases = [session.find_case(name) for name in case] if case else list(RECORDED_CASES)
+        session.check_path(path)
+    except ValueError as error:
+        stop(USAGE, str(error))
+    try:
+        record(cases, out, path, device, lambda file: console.print(f"written: {file}", markup=False, highlight=False))
+    except ValueError as error:
+        stop(CANNOT_JUDGE, str(error))
+
+
+@app.command("reports")
+def reports_command(
+    report: Annotated[list[str] | None, typer.Argument(help="Ids of field reports; all if none.")] = None,
+    path: Annotated[list[str] | None, typer.Option(help="Path to check (repeatable).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+) -> None:
+    """Check paths against the contracts made of public bug reports."""
+    from .report import listing
+    from .reports import check_reports
+
+    try:
+        rows = check_reports(report or [], path or ["sglang-fp8-model", "bf16-k"])
+    except ValueError as error:
+        stop(USAGE, str(error))
+    if as_json:
+        sys.stdout.write(json.dumps(rows, indent=2) + "\n")
+    else:
+        listing.show(rows, console)
+    raise typer.Exit(DISAGREES if any(row["answer"] == "broken" for row in rows) else AGREES)
+
+
+@app.command("ledger")
+def ledger_command(as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False) -> None:
+    """Measure the known differences of transformers' DeepSeek-V4 again: each must still be there, and no other."""
+    from .ledger import rows
+    from .paths.base import get_path
+    from .report import listing
+
+    available = get_path("transformers").availability()
+    if not available.ok:
+        stop(CANNOT_JUDGE, f"the ledger needs transformers: {available.why}; {available.install}")
+    found = rows()
+    if as_json:
+        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+    else:
+        listing.show(found, console)
+    raise typer.Exit(DISAGREES if any(row["state"] != "as known" for row in found) else AGREES)
+
+
+app.add_typer(baseline_app, name="baseline")
+app.add_typer(capture_app, name="capture")
+app.add_typer(recall_app, name="recall")
+for command in (bisect_command, census_command, weights_command):
+    app.command(command.__name__.removesuffix("_command"))(command)
 
 
 def main() -> None:

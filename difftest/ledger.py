@@ -138,6 +138,26 @@ def check_ledger(bench: Bench | None = None) -> Iterator[Outcome]:
         yield Outcome(entry, entry.measure(bench))
 
 
+def rows() -> list[dict[str, str]]:
+    """The ledger as a table: what differs, its size today, the range that is known, and whether it still is."""
+    found = []
+    for outcome in check_ledger():
+        low, high = bounds(outcome.entry)
+        size, known = f"{outcome.size:.3g}", f"{low:.3g} to {high:.3g}"
+        entry = outcome.entry
+        found.append(
+            {
+                "difference": entry.name,
+                "stage": entry.stage,
+                "size": size,
+                "known": known,
+                "state": outcome.state,
+                "says": entry.says,
+            }
+        )
+    return found
+
+
 def _structure(stage: StageName, tensor: str = "value") -> Entry:
     """Nothing else: fp32 modules on the oracle's own upstream tensors give the oracle's stage up to fp32 noise."""
 

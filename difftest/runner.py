@@ -13,7 +13,7 @@ from .accumulated import check_accumulated
 from .cases.case import Case
 from .cases.generate import generate
 from .isolated import check_isolated
-from .paths.base import Path, get_path
+from .paths.base import CannotFeed, Path, get_path
 from .paths.recorded import Recorded
 from .record import Finding, Record
 from .reference.inputs import CompressorInputs, LayerInputs
@@ -66,8 +66,8 @@ def _input_tensors(inputs: LayerInputs) -> Iterator[tuple[str, Tensor]]:
 def run_path(path: Path, inputs: LayerInputs, case: str, given: Trace | None = None) -> Result:
     """Runs one path stage by stage, with an isolated record of each; stages in `given` are taken from it unjudged.
 
-    A stage that raises ends the path: running out of memory is a result of its own (`skipped`), anything else a `crash`
-    finding at that stage, so the records before it still say what was verified.
+    A stage that raises ends the path: running out of memory and inputs that the path cannot take are results of their
+    own (`skipped`), anything else a `crash` finding at that stage, so the records before it say what was verified.
     """
     result = Result(Trace(case, inputs.layer, path.name), [])
     for stage in stages_of(inputs.kind):
@@ -79,6 +79,9 @@ def run_path(path: Path, inputs: LayerInputs, case: str, given: Trace | None = N
             result.trace.stages[stage] = path.stage(stage, inputs, result.trace)
         except (MemoryError, torch.OutOfMemoryError) as error:
             result.records.append(_record(path, inputs, case, stage, skipped=f"out of memory: {_first_line(error)}"))
+            return result
+        except CannotFeed as error:
+            result.records.append(_record(path, inputs, case, stage, skipped=_first_line(error)))
             return result
         except Exception as error:
             crash = Finding("crash", f"{type(error).__name__}: {_first_line(error)}")
@@ -117,7 +120,10 @@ def _peak_bytes(inputs: LayerInputs, reset: bool = False) -> int:
 
 @dataclass
 class Plan:
-    """What a run does: cases and their layers, and paths by spec. Built by the command line and the pytest plugin."""
+    """What a run does: cases and their layers, and paths by spec. Built by the command line and the pytest plugin.
+
+    captured  inputs that are not generated, by case id and layer.
+    """
 
     cases: Sequence[Case]
     paths: Sequence[str]
@@ -125,6 +131,7 @@ class Plan:
     device: str = "cpu"
     keep: Keep = "all"
     skipped_paths: dict[str, str] = field(default_factory=dict)
+    captured: dict[tuple[str, int], LayerInputs] = field(default_factory=dict)
 
     def layers_of(self, case: Case) -> tuple[int, ...]:
         return tuple(self.layers) or case.layers
@@ -161,7 +168,7 @@ def run(plan: Plan, out: RunDir, on_progress: Callable[[Progress], None] = lambd
         if not todo:
             continue
         on_progress(Progress(done, total, f"{case.id} layer {layer}: inputs and oracle"))
-        for result in run_layer(case, layer, todo, plan.device):
+        for result in run_layer(case, layer, todo, plan.device, plan.captured.get((case.id, layer))):
             done += 1
             on_progress(Progress(done, total, f"{case.id} layer {layer}: {result.trace.path}"))
             out.append(result.records)
@@ -171,13 +178,17 @@ def run(plan: Plan, out: RunDir, on_progress: Callable[[Progress], None] = lambd
     return records
 
 
-def run_layer(case: Case, layer: int, paths: Sequence[Path], device: str = "cpu") -> Iterator[Result]:
+def run_layer(
+    case: Case, layer: int, paths: Sequence[Path], device: str = "cpu", captured: LayerInputs | None = None
+) -> Iterator[Result]:
     """Yields one result a path for one case and layer, all on the same inputs and against the same oracle.
+
+    The inputs are generated from the case's recipe unless `captured` ones are given.
 
     The oracle's trace stays alive throughout, so no path is handed one of its buffers with the right answer in it,
     and one path's trace is dropped before the next is made: memory holds two traces, however many paths there are.
     """
-    inputs = generate(case, layer).to(device)
+    inputs = (captured or generate(case, layer)).to(device)
     fault = inputs_fault(inputs)
     if fault:
         for path in paths:

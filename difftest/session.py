@@ -9,11 +9,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from . import runner
+from .capture import SPEC as CAPTURE
+from .capture import load_capture
 from .cases import registry
 from .cases.case import Case, Profile
+from .cases.field_reports import FIELD_REPORTS
 from .environment import environment
 from .paths.base import get_path
 from .record import Record
+from .reference.inputs import LayerInputs
 from .run_dir import RunDir
 from .stages import nearest
 from .verdict import Policy, Verdict, judge, load_policy
@@ -71,7 +75,9 @@ def _code(verdict: Verdict) -> int:
 
 def plan(request: Request) -> tuple[runner.Plan, Policy]:
     """Looks up every name. ValueError with the nearest names for an unknown case, path, layer, profile or policy."""
-    cases = [find_case(name) for name in request.cases] if request.cases else _profile(request.profile)
+    captured = dict(part for name in request.cases if name.startswith(CAPTURE) for part in _captured(name))
+    named = [find_case(name) for name in request.cases if not name.startswith(CAPTURE)]
+    cases = named or ([] if captured else _profile(request.profile))
     cases = [replace(case, base_seed=case.base_seed + request.seed) for case in cases]
     default = runner.GPU_PATHS if request.device == "cuda" else runner.DEFAULT_PATHS
     paths = list(request.paths) or list(default)
@@ -81,16 +87,35 @@ def plan(request: Request) -> tuple[runner.Plan, Policy]:
         raise ValueError(f"--keep {request.keep!r} is none of {', '.join(get_args(runner.Keep))}")
     for case in cases:
         _check_layers(case, request.layers)
-    made = runner.Plan(cases, paths, request.layers, request.device, cast(runner.Keep, request.keep))
+    made = runner.Plan(
+        [*cases, *(case for case, _ in captured.values())],
+        paths,
+        request.layers,
+        request.device,
+        cast(runner.Keep, request.keep),
+        captured={key: inputs for key, (_, inputs) in captured.items()},
+    )
     return made, load_policy(request.policy)
+
+
+def _captured(name: str) -> list[tuple[tuple[str, int], tuple[Case, LayerInputs]]]:
+    """Cases and inputs of a capture file or folder, keyed by case id and layer."""
+    return [((case.id, inputs.layer), (case, inputs)) for case, inputs in load_capture(name.removeprefix(CAPTURE))]
 
 
 def find_case(name: str) -> Case:
     """The case of this id. ValueError with the nearest ids otherwise."""
     known = registry.all_cases()
+    if name in FIELD_REPORTS:
+        raise ValueError(f"{name} is a field report, a contract on one stage; check it with `difftest reports {name}`")
     if name not in known:
         raise ValueError(nearest(name, list(known), "case"))
     return known[name]
+
+
+def check_path(spec: str) -> None:
+    """ValueError with the nearest names unless `spec` names a path and its options."""
+    get_path(spec)
 
 
 def _profile(name: str) -> list[Case]:

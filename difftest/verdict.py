@@ -16,6 +16,7 @@ __all__ = [
     "Verdict",
     "explain_failure",
     "failing",
+    "first_divergence",
     "first_failure",
     "judge",
     "load_policy",
@@ -28,6 +29,7 @@ SEVERITY: tuple[Answer, ...] = ("agrees", "explained", "cannot judge", "bug")
 
 NOT_EXERCISED = "selection not exercised"
 ORACLE = "oracle"
+CRASH = "crash"
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,13 @@ def overall(verdicts: Sequence[Verdict]) -> list[Summary]:
     return summaries
 
 
+def first_divergence(verdicts: Iterable[Verdict]) -> Verdict | None:
+    """The bug in the earliest layer and stage, whichever case and path; None if there is none."""
+    order = list(STAGES)
+    bugs = (verdict for verdict in verdicts if verdict.answer == "bug" and verdict.stage)
+    return min(bugs, key=lambda bug: (bug.layer, order.index(bug.stage or order[0])), default=None)
+
+
 def _judge_one(records: list[Record], policy: Policy) -> Verdict:
     order = list(STAGES)
     isolated = sorted((r for r in records if r.comparison == "isolated"), key=lambda r: order.index(r.stage))
@@ -132,10 +141,11 @@ def _judge_one(records: list[Record], policy: Policy) -> Verdict:
     for record in isolated:
         failed = failure(record, policy)
         if failed:
+            verified = ", ".join(one.stage for one in isolated[: isolated.index(record)]) or "nothing"
             return _verdict(
                 record,
                 "bug",
-                failed.why,
+                failed.why + (f"; verified before it: {verified}" if failed.rule == CRASH else ""),
                 stage=record.stage,
                 rule=failed.rule,
                 worst=failed.worst,

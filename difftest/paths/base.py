@@ -84,7 +84,7 @@ class Path:
     another path's.
     """
 
-    name: ClassVar[str]
+    name: str
     says: ClassVar[str]
     declares: Declaration
 
@@ -130,6 +130,8 @@ def get_path(spec: str) -> Path:
     options = dict(part.split("=", 1) for part in tail.split(",")) if tail else {}
     try:
         path: Path = points[name].load()(**options)
+        if options:
+            path.name = spec
     except TypeError as error:
         raise ValueError(f"path {name} does not take {tail!r}: {error}") from error
     return path

@@ -36,7 +36,7 @@ class Bf16K(Path):
     rest   the sibling; `auto` takes sglang-fp8 for inputs on a GPU where it can run, else sglang-fp8-model.
     """
 
-    name: ClassVar[str] = "bf16-k"
+    name = "bf16-k"
     says: ClassVar[str] = "our Triton kernels: paged bf16 index-K store and scores"
 
     def __init__(self, q: str = "bf16", store: str = "triton", rest: str = "auto") -> None:
@@ -150,7 +150,7 @@ class Bf16K(Path):
 class Bf16KNaive(Bf16K):
     """The same cache, read by gathering every row's keys: the version that runs out of memory at long contexts."""
 
-    name: ClassVar[str] = "bf16-k-naive"
+    name = "bf16-k-naive"
     says: ClassVar[str] = "bf16 index-K read by gathering all keys with torch"
 
     def scores(

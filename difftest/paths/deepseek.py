@@ -38,7 +38,7 @@ class Deepseek(Path):
                     rounded to e4m3 with a power-of-two scale per 64, as its name says.
     """
 
-    name: ClassVar[str] = "deepseek"
+    name = "deepseek"
     says: ClassVar[str] = "DeepSeek's published arithmetic: FP4 index keys and queries, bf16 scores"
 
     def __init__(self, kv_fake_quant: str = "published") -> None:

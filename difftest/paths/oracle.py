@@ -14,7 +14,7 @@ from .base import Declaration, Path
 class Oracle(Path):
     """The truth: `reference.oracle`, each stage computed in fp64 from upstream tensors and rounded once, to fp32."""
 
-    name: ClassVar[str] = "oracle"
+    name = "oracle"
     says: ClassVar[str] = "exact mathematics in fp64 on unquantised inputs"
     declares = Declaration(pool="fp64", score="fp64", attention="fp64")
 

@@ -57,7 +57,7 @@ class Recorded(Path):
     def __init__(self, folder: str | File = SHIPPED, of: str = "sglang-fp8") -> None:
         self.folder = File(folder)
         self.of = of
-        self.name = f"{of}@recorded"  # type: ignore[misc]
+        self.name = f"{of}@recorded"
 
     @cached_property
     def declares(self) -> Declaration:  # type: ignore[override]

@@ -27,7 +27,7 @@ CODE_MASK = (1 << CODE_BITS) - 1
 class SglangFp4Model(SglangFp8Model):
     """SGLang's fp4 index path. Pooling, selection, latents and attention are the fp8 path's."""
 
-    name: ClassVar[str] = "sglang-fp4-model"
+    name = "sglang-fp4-model"
     says: ClassVar[str] = "torch model of SGLang's fp4 index kernels, at every rounding point"
     declares = replace(
         SGLANG_FP8,

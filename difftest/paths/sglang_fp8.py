@@ -40,7 +40,7 @@ class SglangFp8(Path):
     kernel).
     """
 
-    name: ClassVar[str] = "sglang-fp8"
+    name = "sglang-fp8"
     says: ClassVar[str] = "the installed SGLang's CUDA kernels, fp8 index keys"
     declares = SGLANG_LIVE
 
@@ -52,7 +52,7 @@ class SglangFp8(Path):
         self.score_route, self.attention_route = score, attention
         self._tables = RopeTables()
         chosen = {"topk": (topk, "v2"), "score": (score, "auto"), "attention": (attention, "decode")}
-        self.name = variant_name(type(self).name, chosen)  # type: ignore[misc]
+        self.name = variant_name(type(self).name, chosen)
 
     def availability(self) -> Availability:
         return live_availability()

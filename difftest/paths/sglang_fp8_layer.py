@@ -27,7 +27,7 @@ class SglangFp8Layer(SglangFp8):
     prefill steps).
     """
 
-    name: ClassVar[str] = "sglang-fp8-layer"
+    name = "sglang-fp8-layer"
     says: ClassVar[str] = "SGLang's attention backend, token pool and indexer, layer by layer"
 
     def __init__(self, topk: str = "v2", attention: str = "auto") -> None:
@@ -35,9 +35,7 @@ class SglangFp8Layer(SglangFp8):
         check_option("topk", topk, get_args(TopK))
         check_option("attention", attention, get_args(LayerAttention))
         self.topk_option, self.attention_option = topk, attention
-        self.name = variant_name(  # type: ignore[misc]
-            type(self).name, {"topk": (topk, "v2"), "attention": (attention, "auto")}
-        )
+        self.name = variant_name(type(self).name, {"topk": (topk, "v2"), "attention": (attention, "auto")})
         self._last: tuple[LayerInputs, dict[StageName, StageTensors], str] | None = None
 
     def stage(self, stage: StageName, inputs: LayerInputs, trace: Trace) -> StageTensors:

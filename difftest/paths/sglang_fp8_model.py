@@ -47,7 +47,7 @@ class SglangFp8Model(AttentionModel, Path):
     accumulator   of the scores: `fp32` (default), or `wgmma` for the tensor core of an H100 or H200 bit for bit.
     """
 
-    name: ClassVar[str] = "sglang-fp8-model"
+    name = "sglang-fp8-model"
     says: ClassVar[str] = "torch model of SGLang's CUDA fp8 kernels, at every rounding point"
     declares = SGLANG_FP8
 

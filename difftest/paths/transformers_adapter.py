@@ -47,7 +47,7 @@ class Transformers(HfAttention, Path):
               the canonical tensors have it. `absent`: the tensors as the modules make them.
     """
 
-    name: ClassVar[str] = "transformers"
+    name = "transformers"
     says: ClassVar[str] = "Hugging Face's modules: a second opinion on structure"
 
     def __init__(self, dtype: str = "fp32", hadamard: str = "added") -> None:

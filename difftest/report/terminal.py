@@ -1,5 +1,6 @@
-"""What a person reads after a run: one table a case, the verdicts, what was not run, and the conclusion last."""
+"""What a person reads after a run: the first divergence, one table a case, the verdicts, and the conclusion last."""
 
+import re
 from collections.abc import Iterable
 
 from rich.console import Console
@@ -9,11 +10,12 @@ from rich.text import Text
 from ..record import Record
 from ..session import Outcome
 from ..stages import STAGES, StageName
-from ..verdict import Verdict
+from ..verdict import SEVERITY, Verdict, first_divergence
 
-QUALITY = (("topk", "recall", "recall"), ("attention", "relative_error", "attention error"))
+QUALITY = (("topk", "recall", "recall"), ("attention", "relative_error", "attn error"))
 Place = tuple[str, int, str, StageName | None]
 STYLE = {"agrees": "green", "explained": "yellow", "bug": "bold red", "cannot judge": "magenta"}
+SHORT = {"selection not exercised": "not exercised"}
 
 
 def show(outcome: Outcome, console: Console, by_layer: bool = False) -> None:
@@ -21,6 +23,10 @@ def show(outcome: Outcome, console: Console, by_layer: bool = False) -> None:
 
     An isolated cell is `deviation / bound` of the layer nearest to its bound, `FAIL` where a check failed.
     """
+    first = first_divergence(outcome.verdicts)
+    if first:
+        console.print(Text(f"first divergence: {first}", style="bold red"), soft_wrap=True)
+        console.print()
     bad = {
         (verdict.case, verdict.layer, verdict.path, verdict.stage)
         for verdict in outcome.verdicts
@@ -67,16 +73,22 @@ def _isolated(stage: StageName, records: Iterable[Record], bad: set[Place]) -> T
     failed = next((record for record in found if (record.case, record.layer, record.path, stage) in bad), None)
     worst = failed or max(found, key=lambda record: record.metrics.get("excess", 0.0))
     if worst.skipped and not failed:
-        return Text("not exercised" if worst.skipped == "selection not exercised" else "skipped", style="magenta")
-    numbers = _numbers(worst)
-    return Text(f"FAIL {numbers}", style="bold red") if failed else Text(numbers, style="green")
+        return Text(SHORT.get(worst.skipped, "skipped"), style="magenta")
+    return Text(f"FAIL {_numbers(worst)}", style="bold red") if failed else Text(_numbers(worst), style="green")
 
 
 def _numbers(record: Record) -> str:
     value, bound = record.metrics.get("deviation"), record.bounds.get("deviation")
     if value is None or bound is None:
         return record.findings[0].rule if record.findings else "ok"
-    return f"{value:.2g} / {bound:.2g}"
+    return f"{short(value)} / {short(bound)}"
+
+
+def short(value: float) -> str:
+    """Two significant digits in as few letters as they take: 2.5e-8, 0.0031, 280."""
+    if 1 <= abs(value) < 1e5:
+        return f"{value:.0f}" if value >= 10 or value == round(value) else f"{value:.1f}"
+    return re.sub(r"e([+-])0*", lambda sign: "e" + sign.group(1).strip("+"), f"{value:.2g}")
 
 
 def _accumulated(stage: str, metric: str, records: Iterable[Record]) -> str:
@@ -87,35 +99,43 @@ def _accumulated(stage: str, metric: str, records: Iterable[Record]) -> str:
     ]
     if not values:
         return ""
-    return f"{min(values):.4f}" if metric == "recall" else f"{max(values):.2e}"
+    return f"{min(values):.4f}" if metric == "recall" else short(max(values))
 
 
 def _verdicts(verdicts: list[Verdict], console: Console) -> None:
-    """One line a path where its verdicts are alike, and one line each where they are not."""
+    """One line for each answer that a path's verdicts give, worst first, told by the first of them."""
     for path in dict.fromkeys(verdict.path for verdict in verdicts):
         mine = [verdict for verdict in verdicts if verdict.path == path]
-        for answer in ("bug", "cannot judge", "explained", "agrees"):
+        for answer in reversed(SEVERITY):
             some = [verdict for verdict in mine if verdict.answer == answer]
             if not some:
                 continue
-            line = Text(f"{path:<20} ") + Text(f"{answer} ", style=STYLE[answer])
-            line.append(f"in {len(some)} of {len(mine)}")
+            line = Text(f"{path:<20} ") + Text(answer, style=STYLE[answer])
+            line.append(f" in {len(some)} of {len(mine)}")
             if answer != "agrees":
-                line.append(f"; {some[0].case} layer {some[0].layer}: {some[0].text}")
+                line.append(f", first {some[0].case} layer {some[0].layer}: {some[0].text.removeprefix(answer + ': ')}")
             console.print(line, soft_wrap=True)
 
 
 def _conclusion(outcome: Outcome, console: Console) -> None:
-    bugs = [verdict for verdict in outcome.verdicts if verdict.answer == "bug"]
+    first = first_divergence(outcome.verdicts)
     if outcome.directory:
         console.print(f"records: {outcome.directory}", markup=False, highlight=False, soft_wrap=True)
     if outcome.status == "interrupted":
         console.print("interrupted: what is above was finished before", style="magenta")
-    if bugs:
-        paths = ", ".join(dict.fromkeys(verdict.path for verdict in bugs))
-        first = f"first at {bugs[0].case} layer {bugs[0].layer}, stage {bugs[0].stage}"
-        console.print(f"DISAGREES: {paths}; {first}", style="bold red", soft_wrap=True)
+    if first:
+        paths = ", ".join(dict.fromkeys(verdict.path for verdict in outcome.verdicts if verdict.answer == "bug"))
+        where = f"{first.path} at {first.case} layer {first.layer}, stage {first.stage}"
+        console.print(f"DISAGREES: {paths}; first {where}", style="bold red", soft_wrap=True)
     elif outcome.exit_code:
-        console.print("CANNOT JUDGE: see the lines above", style="bold magenta")
+        console.print(_why_not_zero(outcome), style="bold magenta", soft_wrap=True)
     else:
         console.print("AGREES: no stage of any path is outside its bound", style="bold green")
+
+
+def _why_not_zero(outcome: Outcome) -> str:
+    if outcome.exit_code == 1:
+        return "DISAGREES: a format costs more than the policy allows; see the verdicts above"
+    if not outcome.records:
+        return "CANNOT JUDGE: nothing was run"
+    return "CANNOT JUDGE: see the verdicts above"

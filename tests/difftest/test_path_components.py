@@ -9,16 +9,10 @@ from difftest.reference.inputs import LayerInputs
 from difftest.path_components import PathComponents
 from difftest.paths.base import get_path
 from difftest.paths.oracle import Oracle
+from difftest.reports import KNOWN, check_reports
 from difftest.trace import StageTensors, Trace
 
-KNOWN = {
-    "oracle": set(),
-    "deepseek": {"t6-nan-scores"},
-    "sglang-fp8-model": {"t6-nan-scores", "l7-negative-ends"},
-    "bf16-k": {"t6-nan-scores", "l7-negative-ends"},
-}
-"""Contracts a path does not keep. The published top-k orders NaN first. SGLang's top-k takes positions as they come and
-fills a row of too few numbers with NaN entries; a scheduler must not hand it negative ends."""
+PATHS = ("oracle", *KNOWN)
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +21,7 @@ def one_thread() -> None:
 
 
 @pytest.mark.parametrize("report", FIELD_REPORTS)
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", PATHS)
 def test_paths_keep_the_contracts(name: str, report: str) -> None:
     violations = PathComponents(get_path(name)).check(FIELD_REPORTS[report])
     if violations is None:
@@ -38,7 +32,7 @@ def test_paths_keep_the_contracts(name: str, report: str) -> None:
             "verify_and_roll_back",
             "attention",
         )
-    elif report not in KNOWN[name]:
+    elif report not in KNOWN.get(name, {}):
         assert violations == []
 
 
@@ -76,3 +70,13 @@ def test_policies_count_only_when_asked_for() -> None:
     assert components.check(report) == []
     asked = components.check(report, policies=["lowest entry wins"])
     assert asked and {violation.rule for violation in asked} == {"lowest entry wins"}
+
+
+def test_rows_say_kept_known_broken_or_out_of_reach() -> None:
+    rows = check_reports(["l3-past-row-end", "t6-nan-scores", "s4-page-offset"], ["bf16-k"])
+    assert [row["answer"] for row in rows] == ["kept", "known", "out of reach"]
+
+
+def test_an_unknown_report_gets_the_nearest_names() -> None:
+    with pytest.raises(ValueError, match="l3-past-row-end"):
+        check_reports(["l3-past-row-ends"], ["bf16-k"])

@@ -50,7 +50,7 @@ def rounded(x: Tensor, declared: str) -> Tensor:
 class ModelPath(Path):
     """Every stage in fp32, rounded where declared. `hooks` change a step: {"normed": lambda x: ...} plants a fault."""
 
-    name: ClassVar[str] = "model"
+    name = "model"
     says: ClassVar[str] = "test path"
 
     def __init__(self, declares: Declaration, **hooks: Hook) -> None:
