@@ -23,7 +23,14 @@ FLAGS = ("-cubin", "-O3", "-std=c++17", "-Werror", "all-warnings")
 ARCHITECTURES = ("80", "90a", "100a", "120a")
 """What the sources are kept compiling for; any other architecture from 80 on is built when a device has it."""
 
+ARCHITECTURE_OF = {"prefill.cu": "90a"}
+"""Sources for one architecture only; Triton serves the others."""
+
 CUDA_HOME = Path("/usr/local/cuda")
+MAX_DYNAMIC_SHARED_SIZE = 8
+"""`CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES` of the CUDA driver."""
+STATIC_SHARED_LIMIT = 48 << 10
+"""Shared memory of a block that needs no such attribute."""
 
 
 def find_nvcc() -> str | None:
@@ -78,7 +85,8 @@ def driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
-def _check(code: int, what: str) -> None:
+def check(code: int, what: str) -> None:
+    """RuntimeError naming `what` and the driver's error unless `code` is 0."""
     if code:
         name = ctypes.c_char_p()
         driver().cuGetErrorName(code, ctypes.byref(name))
@@ -94,37 +102,43 @@ class Kernels:
         self._enter()
         self._image = cubin.read_bytes()
         self._module = ctypes.c_void_p()
-        _check(driver().cuModuleLoadData(ctypes.byref(self._module), self._image), f"loading {cubin.name}")
+        check(driver().cuModuleLoadData(ctypes.byref(self._module), self._image), f"loading {cubin.name}")
         self._functions: dict[str, ctypes.c_void_p] = {}
 
     def _enter(self) -> None:
         """Makes the device's primary context current in this thread where none is."""
         current = ctypes.c_void_p()
-        _check(driver().cuCtxGetCurrent(ctypes.byref(current)), "reading the current context")
+        check(driver().cuCtxGetCurrent(ctypes.byref(current)), "reading the current context")
         if not current.value:
             torch.cuda.current_stream(self.device)
             context = ctypes.c_void_p()
-            _check(driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), self.device), "taking the primary context")
-            _check(driver().cuCtxSetCurrent(context), "entering the primary context")
+            check(driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), self.device), "taking the primary context")
+            check(driver().cuCtxSetCurrent(context), "entering the primary context")
 
-    def _function(self, name: str) -> ctypes.c_void_p:
+    def _function(self, name: str, shared: int) -> ctypes.c_void_p:
         if name not in self._functions:
             function = ctypes.c_void_p()
             found = driver().cuModuleGetFunction(ctypes.byref(function), self._module, name.encode())
-            _check(found, f"finding kernel {name}")
+            check(found, f"finding kernel {name}")
+            if shared > STATIC_SHARED_LIMIT:
+                raised = driver().cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED_SIZE, shared)
+                check(raised, f"giving kernel {name} {shared} bytes of shared memory")
             self._functions[name] = function
         return self._functions[name]
 
-    def launch(self, name: str, blocks: int, threads: int, *arguments: Any) -> None:
-        """Runs a kernel on the current stream of the device; arguments are ctypes values in the kernel's order."""
+    def launch(self, name: str, blocks: int, threads: int, *arguments: Any, shared: int = 0) -> None:
+        """Runs a kernel on the current stream of the device; arguments are ctypes values in the kernel's order.
+
+        shared: bytes of dynamic shared memory of a block.
+        """
         with torch.cuda.device(self.device):
             self._enter()
             stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
             packed = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
             code = driver().cuLaunchKernel(
-                self._function(name), blocks, 1, 1, threads, 1, 1, 0, stream, packed, ctypes.c_void_p()
+                self._function(name, shared), blocks, 1, 1, threads, 1, 1, shared, stream, packed, ctypes.c_void_p()
             )
-        _check(code, f"launching {name}")
+        check(code, f"launching {name}")
 
 
 @cache

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from . import prefill_cuda
 from .interpreter import interpreted
 from .layout import ENTRY_DIM, PAGE_ENTRIES, check_cache, elements, page_stride_elements
 from .score_kernel import scores_kernel
@@ -63,6 +64,9 @@ def paged_scores(
     tile = tile or choose(
         "decode" if next_n < PREFILL_ROWS else "prefill", len(query), out.shape[1], next_n, query.device
     )
+    if tile.kernel == "hopper":
+        _launch_hopper(query, weight, cache, page_table, request, lengths, out, fill, next_n)
+        return out
     if next_n % tile.group and len(query) > next_n:
         raise ValueError(f"tile.group {tile.group} does not divide next_n {next_n}: its queries would mix requests")
     _launch(query, weight, cache, page_table, request, lengths, out, fill, next_n, tile)
@@ -92,8 +96,29 @@ def contiguous_scores(
     if out.shape[1] > len(keys):
         raise ValueError(f"width {out.shape[1]} is more than the {len(keys)} keys: lower the width or the lengths")
     tile = tile or choose("prefill", len(query), out.shape[1], len(query), query.device)
+    if tile.kernel == "hopper":
+        _launch_hopper(query, weight, keys, None, None, lengths, out, fill, max(1, len(query)))
+        return out
     _launch(query, weight, keys, None, None, lengths, out, fill, max(1, len(query)), tile)
     return out
+
+
+def _launch_hopper(
+    query: Tensor,
+    weight: Tensor,
+    keys: Tensor,
+    page_table: Tensor | None,
+    request: Tensor | None,
+    lengths: Tensor,
+    out: Tensor,
+    fill: float | None,
+    next_n: int,
+) -> None:
+    if not out.numel():
+        return
+    stride = page_stride_elements(keys) if page_table is not None else None
+    payload = elements(keys) if page_table is not None else keys
+    prefill_cuda.launch(query, weight, payload, stride, page_table, request, lengths, out, fill, next_n)
 
 
 def _launch(

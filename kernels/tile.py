@@ -28,6 +28,7 @@ class Tile:
     warps, stages          Triton's num_warps and num_stages.
     programs    persistent programs per multiprocessor; 0 runs one program for each group and share of `split` key
     blocks. descriptor  read pages through tensor descriptors (the copy engine where the GPU has one).
+    kernel      triton, or hopper for the kernel of `prefill_cuda`, which has no other choices.
     """
 
     keys: int = 64
@@ -37,6 +38,7 @@ class Tile:
     programs: int = 3
     split: int = 64
     descriptor: bool = False
+    kernel: Literal["triton", "hopper"] = "triton"
 
 
 INTERPRETED_TILE = Tile(keys=8192, group=1, programs=2)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from difftest.kernels import cuda
-from difftest.kernels.cuda import ARCHITECTURES, SOURCES, architecture, build, find_nvcc
+from difftest.kernels.cuda import ARCHITECTURE_OF, ARCHITECTURES, SOURCES, architecture, build, find_nvcc
 from difftest.kernels.tile import CACHE_VARIABLE
 
 needs_nvcc = pytest.mark.skipif(find_nvcc() is None, reason="no nvcc here: the CUDA sources are not compiled")
@@ -16,8 +16,14 @@ def own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @needs_nvcc
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("source", sorted(path.name for path in SOURCES.glob("*.cu")))
+@pytest.mark.parametrize(
+    ("source", "arch"),
+    [
+        (path.name, arch)
+        for path in sorted(SOURCES.glob("*.cu"))
+        for arch in ([ARCHITECTURE_OF[path.name]] if path.name in ARCHITECTURE_OF else ARCHITECTURES)
+    ],
+)
 def test_sources_compile_without_warnings(source: str, arch: str) -> None:
     cubin = build(SOURCES / source, arch)
     assert cubin.read_bytes().startswith(b"\x7fELF")
