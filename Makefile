@@ -17,10 +17,10 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	rm -rf build/typecheck && mkdir -p build/typecheck
 	$(BIN)/pip install -q --no-deps --no-build-isolation --target build/typecheck .
-	cd build/typecheck && MYPYPATH=. ../../$(BIN)/mypy --strict --python-executable ../../$(BIN)/python -p difftest
+	cd build/typecheck && MYPYPATH=. ../../$(BIN)/mypy --strict --config-file ../../pyproject.toml --python-executable ../../$(BIN)/python -p difftest
 
 bench-cpu: $(READY)
-	$(BIN)/python -m difftest.bench_cpu
+	$(BIN)/python -P -m difftest.bench_cpu
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv .venv

@@ -10,6 +10,9 @@ from deepdiff import DeepDiff
 from .run_dir import RunDir
 from .trace import Trace
 
+SHOWN = 12
+"""Lines of one kind before the rest is only counted."""
+
 
 @dataclass(frozen=True)
 class Selection:
@@ -43,8 +46,8 @@ class Difference:
         }
 
     def sentences(self) -> Iterator[str]:
-        yield from _tell(self.environment, "environment")
-        yield from _tell(self.verdicts, "verdict")
+        yield from _shorten(list(_tell(self.environment, "environment")))
+        yield from _shorten(list(_tell(self.verdicts, "verdict")))
         for part in self.selections:
             if part.changed_rows:
                 yield (
@@ -111,6 +114,12 @@ def _tell(tree: dict[str, Any], what: str) -> Iterator[str]:
         yield f"{what}: {_name(where)} is gone: it was {value!s}"
     for where, change in tree.get("type_changes", {}).items():
         yield f"{what}: {_name(where)} was {change['old_value']!r}, is {change['new_value']!r}"
+
+
+def _shorten(lines: list[str]) -> Iterator[str]:
+    yield from lines[:SHOWN]
+    if len(lines) > SHOWN:
+        yield f"... and {len(lines) - SHOWN} more differences of this kind; --json has them all"
 
 
 def _name(where: str) -> str:

@@ -120,7 +120,7 @@ def check_path(spec: str) -> None:
 
 def _profile(name: str) -> list[Case]:
     if name not in get_args(Profile):
-        raise ValueError(nearest(name, list(get_args(Profile)), "profile"))
+        raise ValueError(f"unknown profile {name!r}; profiles are {', '.join(get_args(Profile))}")
     return registry.profile(cast(Profile, name))
 
 

@@ -33,7 +33,12 @@ def show(outcome: Outcome, console: Console, by_layer: bool = False) -> None:
         if verdict.answer == "bug"
     }
     for case in dict.fromkeys(record.case for record in outcome.records):
-        console.print(_table(case, [record for record in outcome.records if record.case == case], bad, by_layer))
+        mine = [record for record in outcome.records if record.case == case]
+        layers = sorted({record.layer for record in mine})
+        kinds = ", ".join(dict.fromkeys(record.kind for record in mine))
+        title = f"{case}   {kinds} layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"
+        console.print(Text(title, style="bold"), soft_wrap=True)
+        console.print(_table(mine, bad, by_layer))
         console.print()
     _verdicts(outcome.verdicts, console)
     for path, why in outcome.skipped_paths.items():
@@ -41,16 +46,8 @@ def show(outcome: Outcome, console: Console, by_layer: bool = False) -> None:
     _conclusion(outcome, console)
 
 
-def _table(case: str, records: list[Record], bad: set[Place], by_layer: bool) -> Table:
-    layers = sorted({record.layer for record in records})
-    kinds = ", ".join(dict.fromkeys(record.kind for record in records))
-    table = Table(
-        title=f"{case}   {kinds} layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}",
-        title_justify="left",
-        title_style="bold",
-        box=None,
-        pad_edge=False,
-    )
+def _table(records: list[Record], bad: set[Place], by_layer: bool) -> Table:
+    table = Table(box=None, pad_edge=False)
     columns = list(dict.fromkeys((record.path, record.layer if by_layer else -1) for record in records))
     table.add_column("stage")
     for path, layer in columns:
@@ -130,7 +127,9 @@ def _conclusion(outcome: Outcome, console: Console) -> None:
     elif outcome.exit_code:
         console.print(_why_not_zero(outcome), style="bold magenta", soft_wrap=True)
     else:
-        console.print("AGREES: no stage of any path is outside its bound", style="bold green")
+        costly = dict.fromkeys(verdict.path for verdict in outcome.verdicts if verdict.answer == "explained")
+        rest = f"; the formats of {', '.join(costly)} miss the quality budget" if costly else ""
+        console.print(f"AGREES: no stage of any path is outside its bound{rest}", style="bold green", soft_wrap=True)
 
 
 def _why_not_zero(outcome: Outcome) -> str:
