@@ -1,15 +1,18 @@
-"""The pytest plugin: options, one cached run a case and layer, and a summary that names the first divergence.
+"""The pytest plugin: options, and workers pinned to GPUs. What a session of the suite does is in `suite/hooks.py`.
 
-Only options and hooks live here; what runs is in `difftest.testing`, what is tested in `difftest.suite`.
+Importing this costs every pytest run of an environment that has difftest installed, so nothing heavy is imported here.
 """
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from .suite.hooks import Hooks
+
 if TYPE_CHECKING:
-    from .testing import Lab
+    from .suite.lab import Lab
+
+SUITE = ("difftest.suite", "difftest/suite")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -22,50 +25,74 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--difftest-policy", default="default", help="strict, default, exploratory or a TOML file")
     group.addoption("--difftest-seed", type=int, default=0, help="added to every case's seed")
     group.addoption("--difftest-out", default=None, help="new directory for run.json and records.jsonl")
+    group.addoption("--difftest-budget", default=None, help="time to spend, as 90s or 6m; what does not fit is listed")
+    group.addoption(
+        "--difftest-workers-per-gpu", default="auto", help="workers of -n auto on each GPU: a number, or auto by memory"
+    )
+    group.addoption(
+        "--difftest-pin",
+        default="auto",
+        choices=("auto", "always", "never"),
+        help="give each worker of -n one GPU of CUDA_VISIBLE_DEVICES: auto does when the arguments name the suite",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "difftest: a differential test; its records go to --difftest-out")
+    hooks = Hooks(config)
+    config.pluginmanager.register(hooks, "difftest-session")
     workers = getattr(config.option, "numprocesses", None)
-    if workers and getattr(config.option, "dist", "no") == "load":
-        config.option.dist = "loadgroup"  # tests of one case and layer share inputs, so one worker gets them all
+    if hooks.worker or not workers or not _names_suite(config):
+        return
+    if getattr(config.option, "dist", "no") == "load":
+        config.option.dist = "loadgroup"  # tests of one case and layer share a run, so one worker gets them all
+    if _pins(config):
+        from .scale.workers import specs, visible_gpus
+
+        gpus = visible_gpus()
+        if gpus:
+            config.option.tx = specs(gpus, len(config.option.tx))
+            tokens = ", ".join(gpu.token for gpu in gpus)
+            hooks.notes.append(f"{len(config.option.tx)} workers, each on one of {len(gpus)} GPUs: {tokens}")
 
 
-def _is_worker(config: pytest.Config) -> bool:
-    return hasattr(config, "workerinput")
+def _names_suite(config: pytest.Config) -> bool:
+    """Whether the arguments name the suite: other people's tests keep their devices and their distribution."""
+    named = any(part in argument for argument in config.args for part in SUITE)
+    return named or config.getoption("--difftest-pin") == "always"
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_sessionstart(session: pytest.Session) -> None:
-    out = session.config.getoption("--difftest-out")
-    if out and not _is_worker(session.config):
-        from .environment import environment
-        from .run_dir import RunDir
+def _pins(config: pytest.Config) -> bool:
+    return config.getoption("--difftest-pin") != "never" and config.getoption("--difftest-device") != "cpu"
 
-        try:
-            RunDir.create(Path(out), environment=environment(), made_by="pytest")
-        except FileExistsError as error:
-            raise pytest.UsageError(str(error)) from error
+
+@pytest.hookimpl(optionalhook=True, tryfirst=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """Workers of `-n auto`: by the memory of the GPUs and what the largest chosen case needs of it."""
+    if not (_names_suite(config) and _pins(config)):
+        return None
+    from .scale.workers import count, largest_need, visible_gpus
+
+    gpus = visible_gpus()
+    if not gpus:
+        return None
+    option = config.getoption
+    wanted = option("--difftest-workers-per-gpu")
+    if wanted == "auto":
+        need = largest_need(option("--difftest-profile"), option("--difftest-case"), option("--difftest-layer"))
+        return count(gpus, need)
+    if not wanted.isdigit() or not int(wanted):
+        raise pytest.UsageError(
+            f"--difftest-workers-per-gpu {wanted!r} is no number: give 1, 2, ... or auto"
+        )
+    return len(gpus) * int(wanted)
 
 
 @pytest.fixture(scope="session")
 def difftest_lab(request: pytest.FixtureRequest) -> "Lab":
     """Runs cases through paths, each case and layer once, and judges single stages of them."""
-    from .testing import Lab
+    from .suite.lab import Lab
 
+    hooks: Hooks = request.config.pluginmanager.get_plugin("difftest-session")
     option = request.config.getoption
-    out = option("--difftest-out")
-    worker = getattr(request.config, "workerinput", {}).get("workerid", "")
-    return Lab(
-        device=option("--difftest-device"),
-        policy=option("--difftest-policy"),
-        records=Path(out) / (f"records-{worker}.jsonl" if worker else "records.jsonl") if out else None,
-    )
-
-
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    out = session.config.getoption("--difftest-out")
-    if out and not _is_worker(session.config):
-        from .testing import gather
-
-        gather(Path(out), session.config.getoption("--difftest-policy"), interrupted=exitstatus == 2)
+    return Lab(option("--difftest-device"), option("--difftest-policy"), hooks.records, hooks.scratch)

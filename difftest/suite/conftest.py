@@ -2,31 +2,23 @@
 
 import pytest
 
-from difftest import runner, session
+from difftest import runner
 from difftest.paths.base import get_path
 from difftest.stages import stages_of
-from difftest.testing import resolve_device
+from difftest.suite.plan import plan_of
+
+
+@pytest.fixture(scope="session")
+def difftest_plan(request: pytest.FixtureRequest) -> runner.Plan:
+    """Cases, layers and paths of this session."""
+    return plan_of(request.config)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "stage" not in metafunc.fixturenames:
         return
-    option = metafunc.config.getoption
-    device = resolve_device(option("--difftest-device"))
-    request = session.Request(
-        profile=option("--difftest-profile"),
-        cases=option("--difftest-case"),
-        paths=option("--difftest-path"),
-        layers=option("--difftest-layer"),
-        device=device,
-        policy=option("--difftest-policy"),
-        seed=option("--difftest-seed"),
-    )
-    try:
-        plan, _ = session.plan(request)
-    except ValueError as error:
-        raise pytest.UsageError(str(error)) from error
-    _, skipped = runner.open_paths(plan.paths, device)
+    plan = plan_of(metafunc.config)
+    _, skipped = runner.open_paths(plan.paths, plan.device)
     params = []
     for case, layer in plan.items():
         for spec in plan.paths:
@@ -37,5 +29,5 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
                 if spec in skipped:
                     marks.append(pytest.mark.skip(reason=f"cannot judge: {spec}: {skipped[spec]}"))
                 name = f"{case.id}-layer{layer}-{spec.replace('-', '_')}-{stage}"
-                params.append(pytest.param(case, layer, spec, stage, plan.paths, id=name, marks=marks))
-    metafunc.parametrize(("case", "layer", "path", "stage", "paths"), params)
+                params.append(pytest.param(case, layer, spec, stage, id=name, marks=marks))
+    metafunc.parametrize(("case", "layer", "path", "stage"), params)

@@ -1,0 +1,1 @@
+"""Any number of GPUs and machines: devices of workers, memory, builds, shards, budgets, merging, clusters."""

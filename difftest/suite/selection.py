@@ -1,0 +1,128 @@
+"""Which collected tests run: those of one shard, or those that fit into a budget; and what was planned."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ..scale.accounts import Planned
+from ..scale.budget import Candidate, Choice, choose, kills_by_case, parse_budget
+from ..scale.needs import recorded_seconds, seconds
+from ..scale.shards import Shard, bare, plan_digest, split, unit_seconds
+
+SPLIT_PLUGIN = "pytestsplitplugin"
+"""Name under which pytest-split registers what deselects single tests."""
+
+
+@dataclass
+class Selection:
+    """What was decided at collection: the shard and the budget's choice, None where not asked for."""
+
+    shard: Shard | None = None
+    choice: Choice | None = None
+
+
+def select(config: pytest.Config, items: list[pytest.Item]) -> Selection:
+    """Applies --splits/--group, then --difftest-budget, to the collected items. UsageError for a wrong budget."""
+    selection = Selection(apply_shard(config, items))
+    budget = config.getoption("--difftest-budget")
+    if budget:
+        try:
+            selection.choice = apply_budget(config, items, parse_budget(budget))
+        except ValueError as error:
+            raise pytest.UsageError(str(error)) from error
+    return selection
+
+
+def facts(config: pytest.Config, selection: Selection) -> dict[str, Any]:
+    """What run.json says of this session: cases and paths, the shard, what was left out."""
+    from .plan import plan_of
+
+    plan = plan_of(config)
+    return {
+        "cases": {case.id: asdict(case) for case in plan.cases},
+        "paths": list(plan.paths),
+        "layers": list(plan.layers),
+        "device": plan.device,
+        "shard": selection.shard.to_json() if selection.shard else None,
+        "left_out": [unit.to_json() for unit in selection.choice.left_out] if selection.choice else [],
+        "expected_seconds": selection.choice.seconds if selection.choice else 0.0,
+    }
+
+
+def unit_of(item: pytest.Item) -> str:
+    """`case-layerN` of a test of the suite, an empty string for any other test."""
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    return (
+        f"{parameters['case'].id}-layer{parameters['layer']}" if {"case", "layer", "stage"} <= set(parameters) else ""
+    )
+
+
+def planned_of(items: Sequence[pytest.Item]) -> list[Planned]:
+    """The plan as data, from the suite's tests that will run; those marked to be skipped are no part of it."""
+    from ..paths.base import get_path
+
+    names: dict[str, str] = {}
+    found = []
+    for item in items:
+        if not unit_of(item) or item.get_closest_marker("skip"):
+            continue
+        given = item.callspec.params  # type: ignore[attr-defined]
+        spec, case, layer = given["path"], given["case"], given["layer"]
+        name = names.setdefault(spec, get_path(spec).name)
+        found.append(Planned(case.id, layer, name, given["stage"], case.config.kind(layer)))
+    return found
+
+
+def apply_shard(config: pytest.Config, items: list[pytest.Item]) -> Shard | None:
+    """Keeps the units of this shard, in place of pytest-split's own choice of single tests; None without --splits."""
+    splits, group = (getattr(config.option, name, None) for name in ("splits", "group"))
+    if not splits or not group or not any(map(unit_of, items)):
+        return None
+    plugin = config.pluginmanager.get_plugin(SPLIT_PLUGIN)
+    if plugin is not None:
+        config.pluginmanager.unregister(plugin)
+    tests = {bare(item.nodeid): unit_of(item) or item.nodeid for item in items}
+    units = list(dict.fromkeys(tests.values()))
+    parts = split(units, unit_seconds(tests, durations(config)), splits, config.option.splitting_algorithm)
+    mine = parts[group - 1]
+    _keep(config, items, [item for item in items if tests[bare(item.nodeid)] in set(mine)])
+    return Shard(group, splits, plan_digest(units), mine, len(units))
+
+
+def durations(config: pytest.Config) -> dict[str, float]:
+    """Recorded durations by test id, from pytest-split's file; empty without it."""
+    file = Path(getattr(config.option, "durations_path", "") or "")
+    raw = json.loads(file.read_text()) if file.is_file() else {}
+    return {str(name): float(spent) for name, spent in (raw.items() if isinstance(raw, dict) else raw)}
+
+
+def apply_budget(config: pytest.Config, items: list[pytest.Item], budget: float) -> Choice:
+    """Reorders the suite's tests by what their case catches for its cost, and deselects what does not fit."""
+    of_unit: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        of_unit.setdefault(unit_of(item), []).append(item)
+    others = of_unit.pop("", [])
+    tests = {bare(item.nodeid): unit for unit, some in of_unit.items() for item in some}
+    measured = recorded_seconds() | unit_seconds(tests, durations(config))
+    kills = kills_by_case()
+    candidates = []
+    for unit, some in of_unit.items():
+        given = some[0].callspec.params  # type: ignore[attr-defined]
+        cost = seconds(given["case"], given["layer"], measured)
+        candidates.append(Candidate(unit, cost, frozenset(kills.get(given["case"].id, ()))))
+    workers = int(getattr(config, "workerinput", {}).get("workercount", 1))
+    choice = choose(candidates, budget, workers)
+    _keep(config, items, [*(item for unit in choice.chosen for item in of_unit[unit]), *others])
+    return choice
+
+
+def _keep(config: pytest.Config, items: list[pytest.Item], kept: list[pytest.Item]) -> None:
+    chosen = {id(item) for item in kept}
+    gone = [item for item in items if id(item) not in chosen]
+    items[:] = kept
+    if gone:
+        config.hook.pytest_deselected(items=gone)
