@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..reference.inputs import LayerInputs
+from ._layer_keys import index_pages
 from ._live_compressor import RING_ROWS, SYSTEM_PAGE, LiveCompressor
 from .planar_pages import POISON
 
@@ -149,6 +150,6 @@ def _pool(inputs: LayerInputs, locations: int) -> Any:
         pool.get_extra_key_buffer(LAYER).view(torch.uint8).fill_(POISON)
         pool.get_attention_compress_states(LAYER).kv_score_buffer.kv_score.fill_(torch.nan)
     if inputs.kind == "csa":
-        pool.get_index_k_with_scale_buffer(LAYER).fill_(POISON)
+        index_pages(pool).fill_(POISON)
         pool.get_indexer_compress_states(LAYER).kv_score_buffer.kv_score.fill_(torch.nan)
     return pool

@@ -18,9 +18,8 @@ from ..reference.inputs import CompressorInputs, LayerInputs, Step
 from ..stages import StageName
 from ..trace import StageTensors
 from ._layer_backend import LAYER, Backend, stand_up
+from ._layer_keys import Keys, index_pages
 from ._live_compressor import SYSTEM_PAGE, LiveCompressor, Which, calls_of, compressor_inputs, is_decode
-from ._live_feed import decode_e4m3
-from ._live_scores import index_layout
 from .flashmla_layout import dequantise, flashmla_pages, unpack
 
 
@@ -76,13 +75,14 @@ class LayerRun:
 
     inputs: LayerInputs
     table: Tensor
+    keys: Keys
     stood: Backend
     out: dict[str, Tensor] = field(default_factory=dict)
     routes: set[str] = field(default_factory=set)
 
     @classmethod
-    def start(cls, inputs: LayerInputs, table: Tensor, topk: str) -> "LayerRun":
-        run = cls(inputs, table, stand_up(inputs, topk))
+    def start(cls, inputs: LayerInputs, table: Tensor, topk: str, keys: Keys) -> "LayerRun":
+        run = cls(inputs, table, keys, stand_up(inputs, topk))
         rows, device, config = len(inputs.row_position), inputs.row_position.device, inputs.config
         run.out["output"] = torch.full((rows, config.num_attention_heads, config.head_dim), math.nan, device=device)
         run.out["lse"] = torch.full((rows, config.num_attention_heads), math.nan, device=device)
@@ -91,7 +91,7 @@ class LayerRun:
             heads = (rows, config.index_n_heads)
             run.out["pooled"] = torch.full((inputs.entry_offset[-1], config.index_head_dim), math.nan, device=device)
             run.out["pooled"][run.compressor.prefix_entries()] = index.pooled_prefix
-            run.out["query"] = torch.zeros(*heads, config.index_head_dim, dtype=torch.uint8, device=device)
+            run.out["query"] = torch.zeros(*heads, config.index_head_dim, dtype=keys.query_dtype, device=device)
             run.out["folded"] = torch.full(heads, math.nan, device=device)
             run.out["slots"] = torch.full((rows, config.index_topk), -2, dtype=torch.int32, device=device)
             width = int(inputs.visible.max()) if rows else 0
@@ -272,10 +272,10 @@ class LayerRun:
         )
 
         def compute_q(*args: Any) -> Any:
-            codes, folded = C4Indexer.compute_q(module, *args)
-            self.out["query"][tokens.rows] = codes.view(torch.uint8)[tokens.tokens]
+            rotated, folded = C4Indexer.compute_q(module, *args)
+            self.out["query"][tokens.rows] = rotated.view(self.keys.query_dtype)[tokens.tokens]
             self.out["folded"][tokens.rows] = folded.squeeze(-1)[tokens.tokens]
-            return codes, folded
+            return rotated, folded
 
         module.compute_q = compute_q
         return module
@@ -317,38 +317,31 @@ class LayerRun:
         stack = ExitStack()
         stack.enter_context(tapped(compressor_v2, "compress_forward", pooled))
         stack.enter_context(tapped(deep_gemm, "fp8_paged_mqa_logits", scores("score: paged")))
-        stack.enter_context(tapped(deep_gemm, "fp8_mqa_logits", scores("score: gathered")))
+        stack.enter_context(tapped(self.stood.backend, "_nonpaged_mqa_logits", scores("score: gathered")))
         stack.enter_context(tapped(self.stood.backend, "_flash_mla_with_kvcache", decoded))
         stack.enter_context(tapped(flash_mla_interface, "flash_mla_sparse_fwd", prefilled))
         return stack
 
     # results ------------------------------------------------------------------------------------------------------
 
-    def stages(self, query_scale: Tensor | None) -> dict[StageName, StageTensors]:
-        """Canonical tensors of every stage; query_scale [R, H] for a `csa` layer."""
+    def stages(self) -> dict[StageName, StageTensors]:
+        """Canonical tensors of every stage."""
         out: dict[StageName, StageTensors] = {}
-        if query_scale is not None:
-            out = self._index_stages(query_scale)
+        if self.inputs.kind == "csa":
+            out = self._index_stages()
         out["kv"] = self._latent_stage()
         out["attention"] = {"value": self.out["output"], "lse": self.out["lse"]}
         return out
 
-    def _index_stages(self, query_scale: Tensor) -> dict[StageName, StageTensors]:
-        pool = self.stood.pool.get_index_k_with_scale_buffer(LAYER)
-        codes, scale = index_layout(self.inputs).read(pool, self.inputs.entry_slot)
-        scale, codes = scale.contiguous().view(torch.float32), codes.contiguous()
-        query, folded = self.out["query"], self.out["folded"]
+    def _index_stages(self) -> dict[StageName, StageTensors]:
+        pages = index_pages(self.stood.pool)
+        read = self.keys.stages(self.inputs, pages, self.out["query"], self.out["folded"])
+        chosen = {"value": self._entries(), "slots": self.out["slots"]}
         return {
             "compressed": {"value": self.out["pooled"]},
-            "index_k": {"value": decode_e4m3(codes) * scale, "codes": codes, "scale": scale, "raw": pool},
-            "index_q": {
-                "value": decode_e4m3(query) * query_scale.unsqueeze(-1),
-                "codes": query,
-                "scale": query_scale.unsqueeze(-1),
-            },
-            "head_weight": {"value": folded / query_scale, "folded": folded},
+            **read,
             "score": {"value": self._masked_score()},
-            "topk": {"value": self._entries(), "slots": self.out["slots"]},
+            "topk": chosen,
         }
 
     def _masked_score(self) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 from ..reference.inputs import LayerInputs
 from ..stages import STAGES, StageName
 from ..trace import StageTensors, Trace
+from ._layer_keys import Fp8Keys, Keys
 from ._live_build import build_operators
 from ._live_sglang import versions
 from ._live_topk import TopK
@@ -69,13 +70,15 @@ class SglangFp8Layer(SglangFp8):
             if self.attention_option != "auto":
                 wanted = self.attention_option == "prefill"
                 stack.enter_context(envs.SGLANG_OPT_FLASHMLA_SPARSE_PREFILL.override(wanted))
-            run = LayerRun.start(inputs, self.table(inputs), self.topk_option)
+            run = LayerRun.start(inputs, self.table(inputs), self.topk_option, self._keys(inputs))
             run.run()
-        scale = self._query_scale(inputs)[1] if inputs.kind == "csa" else None
-        stages = run.stages(scale)
+        stages = run.stages()
         if GATHERED in run.routes:
             self._fill_unscored_rows(inputs, stages)
         return stages, ", ".join(sorted(run.routes))
+
+    def _keys(self, inputs: LayerInputs) -> Keys:
+        return Fp8Keys(self._query_scale(inputs)[1] if inputs.kind == "csa" else torch.empty(0))
 
     def _fill_unscored_rows(self, inputs: LayerInputs, stages: dict[StageName, StageTensors]) -> None:
         """Scores rows of at most k entries by operator: with gathered keys SGLang leaves those to memory, unread."""

@@ -244,9 +244,8 @@ class _Rows:
     def of(cls, requests: list[tuple[int, int]], rows: int, reach: int) -> "_Rows":
         """The last rows of every request, about `rows` in all, and the latents in their windows of `reach` tokens."""
         share = max(1, rows // len(requests))
-        parts: dict[str, list[Tensor]] = {
-            name: [] for name in ("tokens", "rows", "window", "index", "r", "p", "w", "v")
-        }
+        names = ("tokens", "rows", "window", "index", "row_request", "row_position", "seen_request", "seen_position")
+        parts: dict[str, list[Tensor]] = {name: [] for name in names}
         kept = 0
         for request, (first, length) in enumerate(requests):
             position = torch.arange(max(0, length - share), length)

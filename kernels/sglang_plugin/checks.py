@@ -83,7 +83,7 @@ def check_arguments(arguments: Any) -> None:
     storage = getattr(arguments, STORAGE_BACKEND, None)
     if storage is not None:
         raise Unsupported(
-            f"--hicache-storage-backend {storage} names stored pages by model alone, so that fp8 pages would be read as "
+            f"--hicache-storage-backend {storage} names stored pages by model alone, so fp8 pages would be read as "
             f"bf16 ones: leave it out with {BF16_INDEX_K}=1 (a host cache in memory is fine)"
         )
 
