@@ -84,6 +84,8 @@ def granularity(name: str, got: Tensor, exact: Tensor, coarse: int = COARSE_BITS
 
 def constant_rows(got: Tensor, exact: Tensor, visible: Tensor) -> list[Finding]:
     """Score rows whose visible values are all equal while the exact ones are not (all zeros, typically)."""
+    if not got.shape[1]:
+        return []
     shown = torch.arange(got.shape[1], device=got.device) < visible[:, None]
 
     def span(score: Tensor) -> Tensor:
