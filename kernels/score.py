@@ -17,7 +17,7 @@ from . import prefill_cuda
 from .interpreter import interpreted
 from .layout import ENTRY_DIM, PAGE_ENTRIES, check_cache, elements, page_stride_elements
 from .score_kernel import scores_kernel
-from .tile import PERSISTENT_GROUPS, PREFILL_ROWS, Tile, choose
+from .tile import PERSISTENT_GROUPS, PREFILL_ROWS, Kind, Tile, choose, portable
 
 FILL_COLUMNS = 1024
 SMALLEST_DOT = 16
@@ -61,9 +61,7 @@ def paged_scores(
             f"width {out.shape[1]} needs {-(-out.shape[1] // PAGE_ENTRIES)} pages a row, the page table has "
             f"{page_table.shape[1]}: widen the table or lower the width"
         )
-    tile = tile or choose(
-        "decode" if next_n < PREFILL_ROWS else "prefill", len(query), out.shape[1], next_n, query.device
-    )
+    tile = tile or _choose("decode" if next_n < PREFILL_ROWS else "prefill", query, out.shape[1], next_n)
     if tile.kernel == "hopper":
         _launch_hopper(query, weight, cache, page_table, request, lengths, out, fill, next_n)
         return out
@@ -95,12 +93,20 @@ def contiguous_scores(
     out = _output(lengths, width, out)
     if out.shape[1] > len(keys):
         raise ValueError(f"width {out.shape[1]} is more than the {len(keys)} keys: lower the width or the lengths")
-    tile = tile or choose("prefill", len(query), out.shape[1], len(query), query.device)
+    tile = tile or _choose("prefill", query, out.shape[1], len(query))
     if tile.kernel == "hopper":
         _launch_hopper(query, weight, keys, None, None, lengths, out, fill, max(1, len(query)))
         return out
     _launch(query, weight, keys, None, None, lengths, out, fill, max(1, len(query)), tile)
     return out
+
+
+def _choose(kind: Kind, query: Tensor, width: int, next_n: int) -> Tile:
+    """The recorded or default tile; the Triton kernel's where the Hopper kernel does not serve the operands."""
+    tile = choose(kind, len(query), width, next_n, query.device)
+    if tile.kernel == "hopper" and not prefill_cuda.serves(query, next_n):
+        return portable(kind, next_n, query.device)
+    return tile
 
 
 def _launch_hopper(

@@ -47,11 +47,16 @@ INTERPRETED_TILE = Tile(keys=8192, group=1, programs=2)
 PERSISTENT_GROUPS = 1024
 """Groups whose lengths a program can scan at once; more of them run in the split schedule."""
 
+HOPPER = 9
+"""Compute capability (major) of Hopper GPUs."""
+
 PREFILL_ROWS = 4
 """Consecutive rows of one request from which on a read counts as prefill."""
 
 DECODE = {1: Tile(), 2: Tile(group=2, programs=2)}
 PREFILL = Tile(group=4, stages=3, programs=0, split=1 << 20)
+HOPPER_PREFILL = Tile(keys=64, group=8, kernel="hopper")
+"""The choice on Hopper; where that kernel does not serve the operands, PREFILL does."""
 SMALL_PREFILL = Tile(group=2, stages=3, programs=0, split=1 << 20)
 """For GPUs whose registers or shared memory do not hold four queries at once."""
 
@@ -64,6 +69,7 @@ CANDIDATES: dict[Kind, tuple[Tile, ...]] = {
         Tile(stages=5, programs=0, split=64),
     ),
     "prefill": (
+        HOPPER_PREFILL,
         PREFILL,
         SMALL_PREFILL,
         Tile(group=4, stages=2, programs=0, split=1 << 20),
@@ -86,8 +92,17 @@ def choose(kind: Kind, rows: int, width: int, group: int, device: torch.device) 
     found = _records(records_file()).get(shape_key(kind, rows, width, group, device))
     if found is not None:
         return found
+    if kind == "prefill" and torch.cuda.get_device_capability(device)[0] == HOPPER:
+        return HOPPER_PREFILL
+    return portable(kind, group, device)
+
+
+def portable(kind: Kind, group: int, device: torch.device) -> Tile:
+    """The default tile of the Triton kernel, which runs on any GPU."""
+    if device.type == "cpu":
+        return INTERPRETED_TILE
     if kind == "prefill":
-        return PREFILL if torch.cuda.get_device_capability(device)[0] == 9 else SMALL_PREFILL
+        return PREFILL if torch.cuda.get_device_capability(device)[0] == HOPPER else SMALL_PREFILL
     return DECODE.get(group, Tile(group=group, programs=1))
 
 

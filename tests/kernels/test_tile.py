@@ -5,7 +5,18 @@ from pathlib import Path
 import pytest
 import torch
 from difftest.kernels import tile
-from difftest.kernels.tile import DECODE, INTERPRETED_TILE, PREFILL, SMALL_PREFILL, Tile, choose, record, records_file
+from difftest.kernels.tile import (
+    DECODE,
+    HOPPER_PREFILL,
+    INTERPRETED_TILE,
+    PREFILL,
+    SMALL_PREFILL,
+    Tile,
+    choose,
+    portable,
+    record,
+    records_file,
+)
 
 GPU = torch.device("cuda", 0)
 
@@ -29,7 +40,8 @@ def test_a_record_wins_over_the_default_for_its_shape_only() -> None:
     assert choose("decode", 63, 65000, 1, GPU) == best
     assert choose("decode", 64, 65537, 1, GPU) == DECODE[1]
     assert choose("decode", 64, 65536, 2, GPU) == DECODE[2]
-    assert choose("prefill", 8192, 8192, 8192, GPU) == PREFILL
+    assert choose("prefill", 8192, 8192, 8192, GPU) == HOPPER_PREFILL
+    assert portable("prefill", 8192, GPU) == PREFILL
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"key": {"colour": 1}}', '{"key": 3}'])
