@@ -7,6 +7,7 @@ without a fault: the path then agrees.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -160,7 +161,7 @@ def _pooled(pool: Callable[[LayerInputs, list[Tensor], Tensor], list[Tensor]]) -
     def pool_layer(path: Any, original: Block) -> Block:
         def block(inputs: LayerInputs, part: Any) -> Tensor:
             offset = inputs.token_offset
-            tokens = [part.kv_score[start:stop] for start, stop in zip(offset, offset[1:], strict=False)]
+            tokens = [part.kv_score[start:stop] for start, stop in pairwise(offset)]
             return torch.cat(pool(inputs, tokens, part.ape)).float()
 
         return block

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..cases.case import Case
 
-SMALL: dict[str, Any] = {"index_topk": 64, "num_attention_heads": 2, "sliding_window": 32}
+SMALL: dict[str, Any] = {"index_topk": 64, "num_attention_heads": 4, "sliding_window": 32}
 
 CHUNKED = Case(
     "mutant-chunked",

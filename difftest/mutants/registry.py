@@ -6,13 +6,28 @@ from ..paths.base import Availability, Declaration, Path, get_path
 from ..reference.inputs import LayerInputs
 from ..stages import StageName, nearest
 from ..trace import StageTensors, Trace
+from .attention_faults import ATTENTION_MUTANTS
+from .key_faults import KEY_MUTANTS
+from .latent_faults import LATENT_MUTANTS
 from .mutant import Mutant, Planted
+from .pool_faults import POOL_MUTANTS
+from .query_faults import QUERY_MUTANTS, WEIGHT_MUTANTS
+from .score_faults import SCORE_MUTANTS
 from .select_faults import SELECT_MUTANTS
 
 PATHS = ("sglang-fp8-model", "bf16-k")
 """Paths that mutants are planted in."""
 
-MUTANTS: tuple[Mutant, ...] = (*SELECT_MUTANTS,)
+MUTANTS: tuple[Mutant, ...] = (
+    *POOL_MUTANTS,
+    *KEY_MUTANTS,
+    *QUERY_MUTANTS,
+    *WEIGHT_MUTANTS,
+    *SCORE_MUTANTS,
+    *SELECT_MUTANTS,
+    *LATENT_MUTANTS,
+    *ATTENTION_MUTANTS,
+)
 
 
 def mutants(path: str = "") -> dict[str, Mutant]:
