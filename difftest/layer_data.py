@@ -44,7 +44,7 @@ def make_inputs(
     rounding of activations before fp8 matrices is not applied, so that the inputs are the same for every path.
     """
     _check(weights, hidden, case)
-    plain = _in_step_order(generate(replace(case, pooled_prefix=0), weights.layer), steps)
+    plain = in_step_order(generate(replace(case, pooled_prefix=0), weights.layer), steps)
     normed = q_latent or [by_chunks(tokens, lambda part: _query_latent(weights, part)) for tokens in hidden]
     at_rows = _gather(hidden, plain.row_request, plain.row_position)
     query = _gather(normed, plain.row_request, plain.row_position)
@@ -71,7 +71,7 @@ def make_inputs(
     )
 
 
-def _in_step_order(inputs: LayerInputs, steps: tuple[Step, ...] | None) -> LayerInputs:
+def in_step_order(inputs: LayerInputs, steps: tuple[Step, ...] | None) -> LayerInputs:
     """`inputs` with these steps and its rows (and their windows) in the order in which the steps bring them."""
     if steps is None:
         return inputs
