@@ -173,7 +173,7 @@ def _clean_rollback(prefill: Tensor, draft: Tensor, accepted: int, following: Te
 
 def _ring_of_eight(prefill: Tensor, draft: Tensor, accepted: int, following: Tensor, ape: Tensor) -> Tensor:
     """State rows live at position modulo 8, so drafts past a boundary overwrite rows a shorter prefix still needs."""
-    ring = torch.zeros(SLOTS, 4 * DIM)
+    ring = torch.zeros(SLOTS, prefill.shape[1])
     kept = len(prefill) + accepted
     entries: list[Tensor] = []
     true = torch.cat((prefill, draft[:accepted], following))

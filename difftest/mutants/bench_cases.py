@@ -17,7 +17,7 @@ CHUNKED = Case(
     (453, 322, 391),
     mode="chunked",
     chunk=121,
-    rows=24,
+    rows=21,
     layers=(2,),
     overrides=SMALL,
     says="chunks that end inside a block, several rows a step, two pages a request",

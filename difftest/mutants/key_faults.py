@@ -1,5 +1,6 @@
 """Mutants of `index_k`: preparation, storage and read-back of index keys."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -47,7 +48,7 @@ def _half_weight(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _unscaled_hadamard(x: Tensor) -> Tensor:
-    return math_.hadamard(x) * x.shape[-1] ** 0.5
+    return math_.hadamard(x) * math.sqrt(x.shape[-1])
 
 
 def _rounded_steps(inputs: LayerInputs, pooled: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
@@ -139,7 +140,7 @@ def _narrow_offset(inputs: LayerInputs, slots: Tensor) -> Tensor:
     """Page numbers come back from a byte offset made in 32 bits; a page outside the pool reads its last one."""
     offset = reported("s4-page-offset", "32-bit product")
     size, page = 64 * (inputs.config.index_head_dim + SCALE_BYTES), slots // inputs.page_size
-    got = offset((page + BIG_PAGE).int(), size) // size - BIG_PAGE
+    got: Tensor = offset((page + BIG_PAGE).int(), size) // size - BIG_PAGE
     return got.clamp(0, inputs.num_pages - 1) * inputs.page_size + slots % inputs.page_size
 
 

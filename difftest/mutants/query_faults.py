@@ -1,5 +1,6 @@
 """Mutants of `index_q` and `head_weight`."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -135,7 +136,7 @@ def _weights(change: Callable[[Tensor], Tensor]) -> dict[str, Seed]:
 
 
 def _without_heads(weight: Tensor) -> Tensor:
-    return weight * weight.shape[-1] ** 0.5
+    return weight * math.sqrt(weight.shape[-1])
 
 
 def _sigmoid(weight: Tensor) -> Tensor:
