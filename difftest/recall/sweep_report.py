@@ -1,0 +1,63 @@
+"""A sweep in the terminal: the pass/fail grid of length x depth x variant, and the conclusion under it."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from .sweep_cell import Cell
+
+ALL = "all"
+"""Shown where every entry is selected: nothing can be lost there, so nothing is shown by it."""
+
+
+def depth_name(depth: float, depths: Sequence[float]) -> str:
+    """start, middle and end for three depths, else the share."""
+    names = ("start", "middle", "end")
+    ordered = sorted(depths)
+    return names[ordered.index(depth)] if len(ordered) == len(names) else f"{depth:.2f}"
+
+
+def show_grid(cells: Sequence[Cell], console: Console) -> None:
+    """One grid a distractor model and k: found / asked over layers and seeds."""
+    for distractor in dict.fromkeys(cell.distractor for cell in cells):
+        for k in sorted({cell.k for cell in cells}):
+            mine = [cell for cell in cells if cell.distractor == distractor and cell.k == k]
+            if mine:
+                console.print(grid(mine, f"{distractor}, index_topk {k}: needles found"))
+                console.print()
+
+
+def grid(cells: Sequence[Cell], title: str) -> Table:
+    """Rows: variants and depths; columns: lengths."""
+    lengths, depths = sorted({cell.length for cell in cells}), sorted({cell.depth for cell in cells})
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table.add_column("variant")
+    table.add_column("depth")
+    for length in lengths:
+        table.add_column(f"{length:,}", justify="right")
+    at: dict[tuple[str, float, int], list[Cell]] = {}
+    for cell in cells:
+        at.setdefault((cell.variant, cell.depth, cell.length), []).append(cell)
+    for variant in dict.fromkeys(cell.variant for cell in cells):
+        for depth in depths:
+            name = variant if depth == depths[0] else ""
+            row = [mark(at.get((variant, depth, length), [])) for length in lengths]
+            table.add_row(name, depth_name(depth, depths), *row)
+    return table
+
+
+def mark(cells: Sequence[Cell]) -> Text:
+    """`9/9` green when all were found, red when fewer than half, yellow between; `all` where nothing can be lost."""
+    if not cells:
+        return Text("-", "dim")
+    if any(cell.result is None for cell in cells):
+        return Text("crash", "red")
+    cells = [cell for cell in cells if not cell.below]
+    if not cells:
+        return Text("below", "dim")
+    found, total = sum(bool(cell.result and cell.result.selected) for cell in cells), len(cells)
+    if not any(cell.exercised for cell in cells) and found == total:
+        return Text(ALL, "dim")
+    return Text(f"{found}/{total}", "green" if found == total else "red" if 2 * found < total else "yellow")
