@@ -15,6 +15,7 @@ from .baseline_cli import app as baseline_app
 from .bench_cli import bench_command
 from .data_cli import capture_app, census_command, weights_command
 from .diagnose.bisect_cli import bisect_command
+from .diagnose.shrink_cli import replay_command, shrink_command
 from .recall.cli import app as recall_app
 
 AGREES, DISAGREES, USAGE, CANNOT_JUDGE, HARNESS_ERROR = 0, 1, 2, 125, 128
@@ -246,7 +247,7 @@ def ledger_command(as_json: Annotated[bool, typer.Option("--json", help="Print a
 app.add_typer(baseline_app, name="baseline")
 app.add_typer(capture_app, name="capture")
 app.add_typer(recall_app, name="recall")
-for command in (bench_command, bisect_command, census_command, weights_command):
+for command in (bench_command, bisect_command, census_command, replay_command, shrink_command, weights_command):
     app.command(command.__name__.removesuffix("_command"))(command)
 
 

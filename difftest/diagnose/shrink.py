@@ -8,7 +8,6 @@ from typing import Any
 from ..capture import input_tensors
 from ..paths.base import Path
 from ..reference.inputs import LayerInputs
-from ..stages import StageName
 from ..verdict import Policy
 from .reductions import AXES, SIZES, Axis, Impossible, Kept, Size, cut_tails, plain_pages
 from .signature import Examined, Signature, examine
@@ -117,19 +116,16 @@ def shrink(
     """
     started = time.monotonic()
 
-    def run(tried: LayerInputs, upto: StageName | None = None, oracle: bool = True) -> Examined:
-        return examine(path, tried, case, policy, upto, oracle, device)
+    def run(tried: LayerInputs, wanted: Signature | None = None) -> Examined:
+        return examine(path, tried, case, policy, wanted, device)
 
     original = _steady(lambda: run(inputs), seconds * STEADY_SHARE)
     signature = original.signature
     if signature is None:
         raise NothingToShrink(*_nothing(original))
-    oracle = signature.comparison == "accumulated"
-    search = _Search(
-        lambda tried: run(tried, signature.stage, oracle), original, started, started + seconds, on_progress
-    )
+    search = _Search(lambda tried: run(tried, signature), original, started, started + seconds, on_progress)
     finished = search.run()
-    smallest = _steady(lambda: run(search.current.inputs, signature.stage, oracle), seconds * STEADY_SHARE)
+    smallest = _steady(lambda: run(search.current.inputs, signature), seconds * STEADY_SHARE)
     if smallest.signature != signature:
         raise Flaky(f"the smallest case no longer fails with {signature.words()}, which it did when it was found")
     return Shrunk(original, smallest, search.neighbour, search.tries, time.monotonic() - started, finished)

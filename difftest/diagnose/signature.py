@@ -25,6 +25,8 @@ SIGNS = {"+": ", got above exact", "-": ", got below exact", "nan": ", got NaN",
 class Signature:
     """Stage, rule and sign of a failure: two failures with equal signatures are taken for the same one.
 
+    A stage may break several rules at once; the signature is of one of them, whichever comes first in the verdict.
+
     comparison   isolated, or accumulated (a finding against the oracle, where every stage agrees by itself).
     rule         `excess`, another bounded metric, or the rule of a finding.
     sign         of got minus exact at the worst element, where the rule is about elements ("+", "-", "nan"); the factor
@@ -77,14 +79,16 @@ def examine(
     inputs: LayerInputs,
     case: str,
     policy: Policy,
-    upto: StageName | None = None,
-    oracle: bool = True,
+    wanted: Signature | None = None,
     device: str = "cpu",
 ) -> Examined:
-    """Runs the stages of `path` in order up to the first that fails, or `upto`, and judges them.
+    """Runs the stages of `path` in order up to the first that fails, and judges them.
 
-    oracle   also compare with the oracle where every stage agrees by itself, as a full run does.
+    wanted   the failure that is looked for: nothing behind its stage runs, and where that stage breaks several rules
+             the signature is of this one. Without it all stages run, and the signature is of the verdict's rule.
     """
+    upto = wanted.stage if wanted else None
+    oracle = wanted is None or wanted.comparison == "accumulated"
     moved = inputs.to(device)
     result = Trace(case, inputs.layer, path.name)
     records: list[Record] = []
@@ -97,7 +101,7 @@ def examine(
         exact = get_path("oracle").run(moved, case, upto=records[-1].stage)
         records += [check_accumulated(stage, moved, result, exact, path.declares) for stage in result.stages]
     verdict = judge(records, policy)[0]
-    signature, where = _signature(verdict, records, policy)
+    signature, where = _signature(verdict, records, policy, wanted)
     return Examined(inputs, result, records, verdict, signature, where)
 
 
@@ -124,24 +128,39 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def _signature(verdict: Verdict, records: list[Record], policy: Policy) -> tuple[Signature | None, dict[str, int]]:
+def _signature(
+    verdict: Verdict, records: list[Record], policy: Policy, wanted: Signature | None
+) -> tuple[Signature | None, dict[str, int]]:
     if verdict.answer != "bug" or verdict.stage is None:
         return None, {}
     failed = first_failure(records, policy)
     comparison: Comparison = "accumulated" if failed is None else "isolated"
-    record = failed or next(
-        r for r in records if r.comparison == comparison and r.stage == verdict.stage and r.findings
-    )
-    finding = next((finding for finding in record.findings if finding.rule == verdict.rule), None)
+    record = failed or next(r for r in records if r.comparison == comparison and r.findings)
+    rule = verdict.rule
+    if (
+        wanted
+        and (wanted.stage, wanted.comparison) == (record.stage, comparison)
+        and _breaks(record, wanted.rule, policy)
+    ):
+        rule = wanted.rule
+    finding = next((finding for finding in record.findings if finding.rule == rule), None)
     where = finding.where if finding else record.worst.where if record.worst else {}
-    return Signature(verdict.stage, comparison, verdict.rule, _sign(verdict, record, finding)), where
+    return Signature(record.stage, comparison, rule, _sign(rule, record, finding)), where
 
 
-def _sign(verdict: Verdict, record: Record, finding: Finding | None) -> str:
+def _breaks(record: Record, rule: str, policy: Policy) -> bool:
+    if any(finding.rule == rule for finding in record.findings):
+        return True
+    if rule not in policy.isolated or rule not in record.metrics or rule not in record.bounds:
+        return False
+    return not record.metrics[rule] <= policy.isolated[rule] * record.bounds[rule]
+
+
+def _sign(rule: str, record: Record, finding: Finding | None) -> str:
     if finding is not None:
         factor = record.metrics.get("scale_factor", math.nan)
-        return {"crash": NUMBER.sub("N", finding.message), "uniform_scale": f"times {factor:.2g}"}.get(finding.rule, "")
-    if verdict.rule != "excess" or verdict.worst is None:
+        return {"crash": NUMBER.sub("N", finding.message), "uniform_scale": f"times {factor:.2g}"}.get(rule, "")
+    if rule != "excess" or record.worst is None:
         return ""
-    difference = verdict.worst.got - verdict.worst.want
+    difference = record.worst.got - record.worst.want
     return "nan" if math.isnan(difference) else "+" if difference > 0 else "-"
