@@ -5,8 +5,6 @@ tensors in turn, so that every token of a step is scored and attended as in serv
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -18,26 +16,11 @@ from ..reference.inputs import CompressorInputs, LayerInputs, Step
 from ..stages import StageName
 from ..trace import StageTensors
 from ._layer_backend import LAYER, Backend, stand_up
+from ._layer_graph import DecodeGraph
 from ._layer_keys import Keys, index_pages
+from ._layer_taps import Modules, Seen, taps
 from ._live_compressor import SYSTEM_PAGE, LiveCompressor, Which, calls_of, compressor_inputs, is_decode
 from .flashmla_layout import dequantise, flashmla_pages, unpack
-
-
-@contextmanager
-def tapped(owner: Any, name: str, see: Callable[..., None]) -> Iterator[None]:
-    """Calls `see(result, *arguments, **keywords)` after every call of `owner.name` inside the block."""
-    original = getattr(owner, name)
-
-    def call(*args: Any, **keywords: Any) -> Any:
-        result = original(*args, **keywords)
-        see(result, *args, **keywords)
-        return result
-
-    setattr(owner, name, call)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
 
 
 @dataclass
@@ -79,10 +62,12 @@ class LayerRun:
     stood: Backend
     out: dict[str, Tensor] = field(default_factory=dict)
     routes: set[str] = field(default_factory=set)
+    graphs: bool = False
+    graph: DecodeGraph | None = None
 
     @classmethod
-    def start(cls, inputs: LayerInputs, table: Tensor, topk: str, keys: Keys) -> "LayerRun":
-        run = cls(inputs, table, keys, stand_up(inputs, topk))
+    def start(cls, inputs: LayerInputs, table: Tensor, topk: str, keys: Keys, graphs: bool = False) -> "LayerRun":
+        run = cls(inputs, table, keys, stand_up(inputs, topk), graphs=graphs)
         rows, device, config = len(inputs.row_position), inputs.row_position.device, inputs.config
         run.out["output"] = torch.full((rows, config.num_attention_heads, config.head_dim), math.nan, device=device)
         run.out["lse"] = torch.full((rows, config.num_attention_heads), math.nan, device=device)
@@ -170,15 +155,9 @@ class LayerRun:
         batch = self._batch(tokens)
         backend.init_forward_metadata(batch)
         self._store_window(backend.get_swa_out_cache_loc(batch), self._latents(tokens), tokens.position)
-        number = torch.arange(len(tokens.position), device=tokens.position.device).unsqueeze(1)
-        with self._taps(tokens):
-            if inputs.main is not None:
-                main = self._compressor_module(inputs.main, tokens, index=False)
-                backend.forward_core_compressor(number, batch, LAYER, main)
-            if inputs.kind == "csa":
-                backend.forward_c4_indexer(number, number, self._indexer_module(tokens), batch)
-                chosen = backend.forward_metadata.core_metadata.c4_sparse_page_indices
-                self.out["slots"][tokens.rows] = chosen[tokens.tokens, : inputs.config.index_topk]
+        seen = Seen()
+        with taps(backend, seen):
+            indexed = self._index(tokens, batch, seen)
             query = tokens.spread(inputs.attn_query)
             rotated = torch.empty_like(query)
             fused_q_norm_rope(query, rotated, inputs.config.rms_norm_eps, self.table, tokens.position)
@@ -192,7 +171,56 @@ class LayerRun:
                 save_kv_cache=False,
                 attn_sink=inputs.attn_sink.float(),
             )
-        self.out["output"][tokens.rows] = output.view(len(number), *query.shape[1:])[tokens.tokens].float()
+        if self.graphs and self.graph is None and is_decode(tokens.step) and inputs.ratio:
+            self.graph = DecodeGraph.capture(backend, batch, self._modules(tokens))
+        self._record(tokens, indexed)
+        for route, lse in seen.lse:
+            self.routes.add(route)
+            self.out["lse"][tokens.rows] = lse[tokens.tokens]
+        self.out["output"][tokens.rows] = output.view(len(query), *query.shape[1:])[tokens.tokens].float()
+
+    def prepare(self, step: Step) -> tuple[Any, Modules]:
+        """The backend's batch and the layer's modules of a step, for whoever runs `Modules.run` itself (to time it)."""
+        tokens = StepTokens.of(self.inputs, step)
+        batch = self._batch(tokens)
+        self.stood.backend.init_forward_metadata(batch)
+        return batch, self._modules(tokens)
+
+    def _index(self, tokens: StepTokens, batch: Any, seen: Seen) -> Seen:
+        """Compressors and indexer of one step, or the replay of their graph; returns what they computed."""
+        if not self.inputs.ratio:
+            return seen
+        modules = self._modules(tokens)
+        if self.graph is not None and is_decode(tokens.step) and self.graph.fits(self.stood.backend, batch):
+            self.routes.add("indexer: graph replay")
+            return self.graph.replay(self.stood.backend, modules)
+        modules.run(self.stood.backend, batch, seen)
+        return seen
+
+    def _record(self, tokens: StepTokens, seen: Seen) -> None:
+        """Keeps the rows and entries of the case from what a step computed."""
+        for rows, plan in seen.pooled:
+            if rows.shape[1] == self.inputs.config.index_head_dim:
+                entry = self.compressor.completed(plan, tokens.step, tokens.request)
+                self.out["pooled"][entry[entry >= 0]] = rows[entry >= 0]
+        if seen.query is not None and seen.folded is not None and seen.slots is not None:
+            self.out["query"][tokens.rows] = seen.query.view(self.keys.query_dtype)[tokens.tokens]
+            self.out["folded"][tokens.rows] = seen.folded.squeeze(-1)[tokens.tokens]
+            self.out["slots"][tokens.rows] = seen.slots[tokens.tokens, : self.inputs.config.index_topk]
+        first = 0
+        for route, logits in seen.logits:  # in one call, or in chunks in order
+            self.routes.add(route)
+            inside = (tokens.tokens >= first) & (tokens.tokens < first + len(logits))
+            width = min(logits.shape[1], self.out["score"].shape[1])
+            self.out["score"][tokens.rows[inside], :width] = logits[tokens.tokens[inside] - first, :width]
+            first += len(logits)
+
+    def _modules(self, tokens: StepTokens) -> Modules:
+        """What the backend reads of the layer's modules in this step."""
+        inputs = self.inputs
+        number = torch.arange(len(tokens.position), device=tokens.position.device).unsqueeze(1)
+        main = None if inputs.main is None else self._compressor_module(inputs.main, tokens, index=False)
+        return Modules(number, main, self._indexer_module(tokens) if inputs.kind == "csa" else None)
 
     def _latents(self, tokens: StepTokens) -> Tensor:
         """bf16 [T, C]: window latents of the tokens that have one, the others' in turn."""
@@ -247,6 +275,7 @@ class LayerRun:
             norm=SimpleNamespace(weight=part.norm_weight, variance_epsilon=self.inputs.config.rms_norm_eps),
             freqs_cis=self.table,
             compute_kv_score=lambda x, batch: kv_score[x.squeeze(1)],
+            given=(kv_score,),
         )
         module.get_state_pool = lambda backend: Compressor.get_state_pool(module, backend)
         return module
@@ -269,58 +298,10 @@ class LayerRun:
             compressor=self._compressor_module(inputs.index, tokens, index=True),
             wq_b=lambda number: (query[number.squeeze(1)].flatten(1), None),
             compute_weights=lambda number, skip_scale: weight[number.squeeze(1)],
+            given=(query, weight),
         )
-
-        def compute_q(*args: Any) -> Any:
-            rotated, folded = C4Indexer.compute_q(module, *args)
-            self.out["query"][tokens.rows] = rotated.view(self.keys.query_dtype)[tokens.tokens]
-            self.out["folded"][tokens.rows] = folded.squeeze(-1)[tokens.tokens]
-            return rotated, folded
-
-        module.compute_q = compute_q
+        module.compute_q = lambda *given: C4Indexer.compute_q(module, *given)
         return module
-
-    # taps: what the backend computes and does not keep -------------------------------------------------------------
-
-    def _taps(self, tokens: StepTokens) -> ExitStack:
-        import tvm_ffi  # noqa: F401  deep_gemm links against it
-        import deep_gemm  # isort: skip
-        from sglang.kernels.ops.attention import flash_mla_interface
-        from sglang.srt.layers.attention.dsv4 import compressor_v2
-
-        seen = [0]
-
-        def pooled(rows: Tensor, **call: Any) -> None:
-            if call["head_dim"] == self.inputs.config.index_head_dim:
-                entry = self.compressor.completed(call["plan"], tokens.step, tokens.request)
-                self.out["pooled"][entry[entry >= 0]] = rows[entry >= 0]
-
-        def scores(route: str) -> Callable[..., None]:
-            def see(logits: Tensor, *_: Any, **__: Any) -> None:
-                """Rows come in one call, or in chunks in order."""
-                self.routes.add(route)
-                inside = (tokens.tokens >= seen[0]) & (tokens.tokens < seen[0] + len(logits))
-                width = min(logits.shape[1], self.out["score"].shape[1])
-                self.out["score"][tokens.rows[inside], :width] = logits[tokens.tokens[inside] - seen[0], :width]
-                seen[0] += len(logits)
-
-            return see
-
-        def decoded(result: tuple[Tensor, Tensor], **_: Any) -> None:
-            self.routes.add("attention: decode")
-            self.out["lse"][tokens.rows] = result[1].squeeze(-1)[tokens.tokens]
-
-        def prefilled(result: tuple[Tensor, Tensor, Tensor], **_: Any) -> None:
-            self.routes.add("attention: prefill")
-            self.out["lse"][tokens.rows] = result[2][tokens.tokens] * math.log(2)
-
-        stack = ExitStack()
-        stack.enter_context(tapped(compressor_v2, "compress_forward", pooled))
-        stack.enter_context(tapped(deep_gemm, "fp8_paged_mqa_logits", scores("score: paged")))
-        stack.enter_context(tapped(self.stood.backend, "_nonpaged_mqa_logits", scores("score: gathered")))
-        stack.enter_context(tapped(self.stood.backend, "_flash_mla_with_kvcache", decoded))
-        stack.enter_context(tapped(flash_mla_interface, "flash_mla_sparse_fwd", prefilled))
-        return stack
 
     # results ------------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from .base import CannotFeed
 from .sglang_fp8 import SglangFp8, check_option, variant_name
 
 LayerAttention = Literal["auto", "decode", "prefill"]
+LayerGraph = Literal["off", "on"]
 GATHERED = "score: gathered"
 
 
@@ -24,19 +25,21 @@ class SglangFp8Layer(SglangFp8):
     """SGLang's `DeepseekV4AttnBackend`, `DeepSeekV4TokenToKVPool` and `forward_c4_indexer`, driven as by its model.
 
     The layer runs as one: its stages come from one run, so that a substituted upstream stage raises CannotFeed.
-    Options: `topk=v2|v1|torch`, and `attention=auto|decode|prefill` (auto: SGLang's choice, its prefill route for
-    prefill steps).
+    Options: `topk=v2|v1|torch`, `attention=auto|decode|prefill` (auto: SGLang's choice, its prefill route for
+    prefill steps), and `graph=off|on` (on: decode steps after the first replay the indexer as a CUDA graph).
     """
 
     name = "sglang-fp8-layer"
     says: ClassVar[str] = "SGLang's attention backend, token pool and indexer, layer by layer"
 
-    def __init__(self, topk: str = "v2", attention: str = "auto") -> None:
+    def __init__(self, topk: str = "v2", attention: str = "auto", graph: str = "off") -> None:
         super().__init__()
         check_option("topk", topk, get_args(TopK))
         check_option("attention", attention, get_args(LayerAttention))
-        self.topk_option, self.attention_option = topk, attention
-        self.name = variant_name(type(self).name, {"topk": (topk, "v2"), "attention": (attention, "auto")})
+        check_option("graph", graph, get_args(LayerGraph))
+        self.topk_option, self.attention_option, self.graph_option = topk, attention, graph
+        chosen = {"topk": (topk, "v2"), "attention": (attention, "auto"), "graph": (graph, "off")}
+        self.name = variant_name(type(self).name, chosen)  # type: ignore[misc]
         self._last: tuple[LayerInputs, dict[StageName, StageTensors], str] | None = None
 
     def stage(self, stage: StageName, inputs: LayerInputs, trace: Trace) -> StageTensors:
@@ -70,7 +73,8 @@ class SglangFp8Layer(SglangFp8):
             if self.attention_option != "auto":
                 wanted = self.attention_option == "prefill"
                 stack.enter_context(envs.SGLANG_OPT_FLASHMLA_SPARSE_PREFILL.override(wanted))
-            run = LayerRun.start(inputs, self.table(inputs), self.topk_option, self._keys(inputs))
+            graphs = self.graph_option == "on"
+            run = LayerRun.start(inputs, self.table(inputs), self.topk_option, self._keys(inputs), graphs)
             run.run()
         stages = run.stages()
         if GATHERED in run.routes:
