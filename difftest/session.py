@@ -147,7 +147,7 @@ def run(made: runner.Plan, policy: Policy, folder: Path, console: Console) -> Ou
     )
     status = "complete"
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("starting", total=None)
         try:
             runner.run(made, out, lambda p: bar.update(task, total=p.total, completed=p.done, description=p.label))

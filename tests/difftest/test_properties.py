@@ -32,7 +32,7 @@ def sets(picks: Tensor) -> list[set[int]]:
 
 
 def close(got: Tensor, want: Tensor, scale: float = 64.0) -> None:
-    """Equal up to fp32 sums in another order: at most 512 terms, whose sum is at most `scale` times the largest result."""
+    """Equal up to fp32 sums in another order: 512 terms at most, which add up to `scale` times the largest result."""
     finite = want.isfinite()
     assert torch.equal(finite, got.isfinite())
     limit = 512 * EPS32 * scale * float(want[finite].abs().max())

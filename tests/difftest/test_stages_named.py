@@ -1,4 +1,4 @@
-"""On the real paths: clean seeds raise no alarm, and a sign, an offset or a rounding in a stage is answered by its name."""
+"""On the real paths: clean seeds raise no alarm; a sign, an offset or a rounding in a stage is answered by its name."""
 
 from collections.abc import Callable
 

@@ -1,18 +1,21 @@
 import pytest
 
-from difftest.scale.shards import Shard, bare, plan_digest, split, unit_seconds
+from difftest.scale.shards import Shard, bare, plan_digest, split, unit_of_id, unit_seconds
 
 UNITS = [f"case{number}-layer2" for number in range(7)]
 
 
-def test_the_group_of_xdist_is_no_part_of_an_id():
+def test_neither_file_nor_group_is_part_of_an_id():
+    assert bare("suite/test_stages.py::test_stage[a-layer2-p-score]@a-layer2") == "test_stage[a-layer2-p-score]"
+    assert bare("test_stages.py::test_stage[sglang_fp8@recorded-kv]") == "test_stage[sglang_fp8@recorded-kv]"
+
+
+def test_the_unit_of_an_id():
     assert (
-        bare("test_stages.py::test_stage[a-layer2-p-score]@a-layer2") == "test_stages.py::test_stage[a-layer2-p-score]"
+        unit_of_id("x/test_stages.py::test_stage[rec-decode-2058-258-layer2-sglang_fp8_layer-kv]")
+        == "rec-decode-2058-258-layer2"
     )
-    assert (
-        bare("test_stages.py::test_stage[sglang_fp8@recorded-kv]")
-        == "test_stages.py::test_stage[sglang_fp8@recorded-kv]"
-    )
+    assert unit_of_id("x/test_stages.py::test_other[a-layer2-p-kv]") == unit_of_id("x::test_stage") == ""
 
 
 def test_a_units_seconds_are_the_sum_of_its_tests():
