@@ -27,6 +27,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--difftest-out", default=None, help="new directory for run.json and records.jsonl")
     group.addoption("--difftest-budget", default=None, help="time to spend, as 90s or 6m; what does not fit is listed")
     group.addoption(
+        "--difftest-kill-matrix", default=None, help="what --difftest-budget orders by, if not the shipped one"
+    )
+    group.addoption(
         "--difftest-workers-per-gpu", default="auto", help="workers of -n auto on each GPU: a number, or auto by memory"
     )
     group.addoption(
@@ -44,8 +47,8 @@ def pytest_configure(config: pytest.Config) -> None:
     workers = getattr(config.option, "numprocesses", None)
     if hooks.worker or not workers or not _names_suite(config):
         return
-    if getattr(config.option, "dist", "no") == "load":
-        config.option.dist = "loadgroup"  # tests of one case and layer share a run, so one worker gets them all
+    hooks.distributes = config.option.dist in ("load", "loadgroup")
+    config.option.loadscopereorder = False
     if _pins(config):
         from .scale.workers import specs, visible_gpus
 
@@ -82,9 +85,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
         need = largest_need(option("--difftest-profile"), option("--difftest-case"), option("--difftest-layer"))
         return count(gpus, need)
     if not wanted.isdigit() or not int(wanted):
-        raise pytest.UsageError(
-            f"--difftest-workers-per-gpu {wanted!r} is no number: give 1, 2, ... or auto"
-        )
+        raise pytest.UsageError(f"--difftest-workers-per-gpu {wanted!r} is no number: give 1, 2, ... or auto")
     return len(gpus) * int(wanted)
 
 

@@ -9,6 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+PROCESSES = Path("/proc")
+ENDED = ("Z", "X")
+"""States of a process that has ended, in /proc/PID/stat."""
+
 POLL = 0.05
 """Seconds between two looks at a ledger that is full."""
 
@@ -92,7 +96,12 @@ def _open_ledger(ledger: Path) -> Iterator[dict[str, int]]:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process of this host runs."""
+    """Whether a process of this host runs; one that has ended and waits for its parent (a zombie) does not."""
+    if PROCESSES.is_dir():
+        try:
+            return (PROCESSES / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] not in ENDED
+        except OSError:
+            return False
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

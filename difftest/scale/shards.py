@@ -4,12 +4,12 @@ The tests of one case and layer share one run of it, so a split between them wou
 """
 
 import hashlib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
-AVERAGE = 1.0
-"""Seconds of a unit when nothing was recorded for any: all count alike."""
+UNIT = re.compile(r"::test_stage\[(?P<unit>.+?-layer\d+)-")
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,17 @@ def plan_digest(units: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(sorted(set(units))).encode()).hexdigest()[:16]
 
 
+def unit_of_id(nodeid: str) -> str:
+    """`case-layerN` of the id of one of the suite's tests, an empty string for any other test."""
+    found = UNIT.search(nodeid)
+    return found["unit"] if found else ""
+
+
 def bare(nodeid: str) -> str:
-    """A test's id without the group that pytest-xdist appends (`...]@gaussian-2117-layer2`)."""
+    """A test's function and parameters: without its file, which depends on where pytest was started, and without the
+    group that pytest-xdist appends (`...]@gaussian-2117-layer2`)."""
     head, mark, tail = nodeid.rpartition("]@")
-    return f"{head}]" if mark and "]" not in tail else nodeid
+    return (f"{head}]" if mark and "]" not in tail else nodeid).rpartition("::")[2]
 
 
 def unit_seconds(tests: Mapping[str, str], durations: Mapping[str, float]) -> dict[str, float]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..record import Record, append_records, read_records
 from ..run_dir import RECORDS, RunDir
-from ..scale.accounts import PARTS, killed, missing, read_planned, unique
+from ..scale.accounts import PARTS, Planned, killed, killed_record, missing, read_planned, unique
 from ..verdict import Verdict, judge, load_policy, overall
 from .hooks import FACTS, LEFT, PLANNED
 
@@ -22,6 +22,7 @@ class Gathered:
     not_run: int
     seconds: float
     out: str | None
+    shard: dict[str, Any] | None = None
 
     def lines(self, shown: int) -> Iterator[str]:
         """The summary: one line a path, what was left out or lost, and where the records are."""
@@ -30,6 +31,9 @@ class Gathered:
             yield f"{summary.path:<20} {counts}"
             if summary.answer in ("bug", "cannot judge"):
                 yield f"  first: {summary.first}"
+        if self.shard:
+            held, all_units = len(self.shard["units"]), self.shard["all_units"]
+            yield f"shard {self.shard['group']} of {self.shard['splits']}: {held} of {all_units} units"
         if self.left_out:
             yield f"left out for the budget, which the rest was expected to fill for {self.seconds:.0f} s:"
         for unit in self.left_out[:shown]:
@@ -52,10 +56,11 @@ def gather(folder: Path, policy: str, interrupted: bool, out: str | None, crashe
     facts = {**raw, "left_out": [*raw.get("left_out", []), *_left_late(folder / LEFT)]}
     seconds = facts.pop("expected_seconds", 0.0)
     late = {unit["name"] for unit in facts["left_out"]}
-    dead = {f"{case}-layer{layer}" for case, layer, _ in killed(folder)} | set(crashed)
     records = unique(_all_records(folder))
-    planned = [item for item in read_planned(folder / PLANNED) if f"{item.case}-layer{item.layer}" not in late]
-    lost = list(missing(planned, records, dict.fromkeys(dead, "its worker died")))
+    planned = read_planned(folder / PLANNED)
+    records += _killed_records(folder, planned, records)
+    planned = [item for item in planned if f"{item.case}-layer{item.layer}" not in late]
+    lost = list(missing(planned, records, dict.fromkeys(crashed, "its worker died")))
     verdicts = judge([*records, *lost], load_policy(policy))
     if out:
         _rewrite(folder, [*records, *lost])
@@ -66,7 +71,18 @@ def gather(folder: Path, policy: str, interrupted: bool, out: str | None, crashe
             not_run=len(lost),
             **facts,
         )
-    return Gathered(verdicts, facts["left_out"], len(lost), seconds, out)
+    return Gathered(verdicts, facts["left_out"], len(lost), seconds, out, facts.get("shard"))
+
+
+def _killed_records(folder: Path, planned: list[Planned], records: list[Record]) -> list[Record]:
+    """A crash for every path at which a worker died and that no later worker has accounted for."""
+    known = {(record.case, record.layer, record.path) for record in records}
+    kinds = {(item.case, item.layer): item.kind for item in planned}
+    return [
+        killed_record(case, layer, kinds[case, layer], path)
+        for case, layer, path in sorted(killed(folder) - known)
+        if (case, layer) in kinds
+    ]
 
 
 def _left_late(file: Path) -> list[dict[str, Any]]:

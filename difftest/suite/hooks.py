@@ -38,6 +38,7 @@ class Hooks:
         self.gathered: Gathered | None = None
         self.crashed: set[str] = set()
         self.judged = 0
+        self.distributes = False
         self.begun: set[str] = set()
 
     @cached_property
@@ -56,6 +57,14 @@ class Hooks:
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
         node.workerinput[SCRATCH] = str(self.scratch.absolute())
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
+        if not self.distributes:
+            return None
+        from .scheduling import UnitScheduling
+
+        return UnitScheduling(config, log)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self, session: pytest.Session) -> None:
@@ -110,7 +119,9 @@ class Hooks:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_handlecrashitem(self, crashitem: str, report: pytest.TestReport, sched: Any) -> None:
-        self.crashed.add(crashitem.rpartition("]@")[2])  # the group that pytest-xdist appends is the unit's name
+        from ..scale.shards import unit_of_id
+
+        self.crashed.add(unit_of_id(crashitem))
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:

@@ -9,7 +9,7 @@ PLAN: pytest.StashKey[runner.Plan] = pytest.StashKey()
 
 
 def plan_of(config: pytest.Config) -> runner.Plan:
-    """What the options ask for, looked up once a session. UsageError names what is unknown."""
+    """What the options ask for, looked up once a session. CollectError names what is unknown."""
     if PLAN not in config.stash:
         option = config.getoption
         request = session.Request(
@@ -24,5 +24,5 @@ def plan_of(config: pytest.Config) -> runner.Plan:
         try:
             config.stash[PLAN], _ = session.plan(request)
         except ValueError as error:
-            raise pytest.UsageError(str(error)) from error
+            raise pytest.Collector.CollectError(str(error)) from error
     return config.stash[PLAN]

@@ -1,20 +1,18 @@
 """Which collected tests run: those of one shard, or those that fit into a budget; and what was planned."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ..cases.case import Case
 from ..scale.accounts import Planned
 from ..scale.budget import Candidate, Choice, choose, kills_by_case, parse_budget
 from ..scale.needs import recorded_seconds, seconds
 from ..scale.shards import Shard, bare, plan_digest, split, unit_seconds
-
-SPLIT_PLUGIN = "pytestsplitplugin"
-"""Name under which pytest-split registers what deselects single tests."""
 
 
 @dataclass
@@ -28,6 +26,8 @@ class Selection:
 def select(config: pytest.Config, items: list[pytest.Item]) -> Selection:
     """Applies --splits/--group, then --difftest-budget, to the collected items. UsageError for a wrong budget."""
     selection = Selection(apply_shard(config, items))
+    if hasattr(config, "workerinput"):
+        _longest_first(config, items)
     budget = config.getoption("--difftest-budget")
     if budget:
         try:
@@ -82,14 +82,13 @@ def apply_shard(config: pytest.Config, items: list[pytest.Item]) -> Shard | None
     splits, group = (getattr(config.option, name, None) for name in ("splits", "group"))
     if not splits or not group or not any(map(unit_of, items)):
         return None
-    plugin = config.pluginmanager.get_plugin(SPLIT_PLUGIN)
-    if plugin is not None:
-        config.pluginmanager.unregister(plugin)
-    tests = {bare(item.nodeid): unit_of(item) or item.nodeid for item in items}
-    units = list(dict.fromkeys(tests.values()))
+    unit_by_item = {id(item): unit_of(item) or item.nodeid for item in items}
+    tests = {bare(item.nodeid): unit_by_item[id(item)] for item in items}
+    units = list(dict.fromkeys(unit_by_item.values()))
     parts = split(units, unit_seconds(tests, durations(config)), splits, config.option.splitting_algorithm)
     mine = parts[group - 1]
-    _keep(config, items, [item for item in items if tests[bare(item.nodeid)] in set(mine)])
+    _keep(config, items, [item for item in items if unit_by_item[id(item)] in set(mine)])
+    config.option.splits = config.option.group = 1  # pytest-split, whose turn comes next, then keeps all that is left
     return Shard(group, splits, plan_digest(units), mine, len(units))
 
 
@@ -102,22 +101,49 @@ def durations(config: pytest.Config) -> dict[str, float]:
 
 def apply_budget(config: pytest.Config, items: list[pytest.Item], budget: float) -> Choice:
     """Reorders the suite's tests by what their case catches for its cost, and deselects what does not fit."""
-    of_unit: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        of_unit.setdefault(unit_of(item), []).append(item)
+    of_unit = _by_unit(items)
     others = of_unit.pop("", [])
-    tests = {bare(item.nodeid): unit for unit, some in of_unit.items() for item in some}
-    measured = recorded_seconds() | unit_seconds(tests, durations(config))
-    kills = kills_by_case()
-    candidates = []
-    for unit, some in of_unit.items():
-        given = some[0].callspec.params  # type: ignore[attr-defined]
-        cost = seconds(given["case"], given["layer"], measured)
-        candidates.append(Candidate(unit, cost, frozenset(kills.get(given["case"].id, ()))))
+    costs = _costs(config, of_unit)
+    matrix = config.getoption("--difftest-kill-matrix")
+    kills = kills_by_case(Path(matrix)) if matrix else kills_by_case()
+    candidates = [
+        Candidate(unit, costs[unit], frozenset(kills.get(_case(some[0]).id, ()))) for unit, some in of_unit.items()
+    ]
     workers = int(getattr(config, "workerinput", {}).get("workercount", 1))
     choice = choose(candidates, budget, workers)
     _keep(config, items, [*(item for unit in choice.chosen for item in of_unit[unit]), *others])
     return choice
+
+
+def _by_unit(items: Sequence[pytest.Item]) -> dict[str, list[pytest.Item]]:
+    found: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        found.setdefault(unit_of(item), []).append(item)
+    return found
+
+
+def _costs(config: pytest.Config, of_unit: Mapping[str, list[pytest.Item]]) -> dict[str, float]:
+    """Expected seconds of every unit: as pytest-split recorded them here, as shipped, or estimated."""
+    tests = {bare(item.nodeid): unit for unit, some in of_unit.items() for item in some}
+    measured = recorded_seconds() | unit_seconds(tests, durations(config))
+    return {
+        unit: seconds(_case(some[0]), some[0].callspec.params["layer"], measured)  # type: ignore[attr-defined]
+        for unit, some in of_unit.items()
+    }
+
+
+def _case(item: pytest.Item) -> Case:
+    case: Case = item.callspec.params["case"]  # type: ignore[attr-defined]
+    return case
+
+
+def _longest_first(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Orders units by expected seconds, longest first, so that workers end at about the same time."""
+    of_unit = _by_unit(items)
+    others = of_unit.pop("", [])
+    costs = _costs(config, of_unit)
+    ordered = sorted(of_unit, key=lambda unit: -costs[unit])
+    items[:] = [*(item for unit in ordered for item in of_unit[unit]), *others]
 
 
 def _keep(config: pytest.Config, items: list[pytest.Item], kept: list[pytest.Item]) -> None:
