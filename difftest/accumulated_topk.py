@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .certify import epsilon
+from .cut_sample import cut_facts
 from .measured import Measured
 from .paths.base import Declaration
 from .record import Finding, Worst
@@ -41,7 +42,9 @@ def compare_selection(inputs: LayerInputs, trace: Trace, baseline: Trace, declar
         census.add(row)
     metrics |= census.metrics()
     bounds = {"swap_excess": 1.0, "unexplained": 0.0}
-    return Measured(metrics, bounds, census.findings, census.worst, facts={"unit": "share of the baseline's selection"})
+    facts = {"unit": "share of the baseline's selection"}
+    facts |= cut_facts(inputs, trace, baseline, share, exercised, census.gaps)
+    return Measured(metrics, bounds, census.findings, census.worst, facts=facts)
 
 
 def _distribution(name: str, share: Tensor) -> dict[str, float]:

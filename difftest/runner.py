@@ -13,6 +13,7 @@ from .accumulated import check_accumulated
 from .cases.case import Case
 from .cases.generate import generate
 from .isolated import check_isolated
+from .needle_facts import with_needles
 from .paths.base import CannotFeed, Path, get_path
 from .paths.recorded import Recorded
 from .record import Finding, Record
@@ -200,6 +201,7 @@ def run_layer(
     for path in paths:
         result = first if path.name == oracle.name else run_path(path, inputs, case.id)
         accumulate(result, inputs, first.trace, path)
+        result.records = with_needles(result.records, result.trace, inputs, case)
         yield result
 
 
