@@ -1,8 +1,8 @@
 """Builds a CUDA source of this package just in time and launches its kernels.
 
 nvcc makes a cubin (no host code, no framework headers: about half a second) that is kept in the cache folder under a
-hash of the source and the architecture; the CUDA driver loads it. Nothing links against torch, so one build serves
-every version.
+hash of the source, the headers beside it and the architecture; the CUDA driver loads it. Nothing links against torch,
+so one build serves every version.
 """
 
 import ctypes
@@ -23,10 +23,14 @@ FLAGS = ("-cubin", "-O3", "-std=c++17", "-Werror", "all-warnings")
 ARCHITECTURES = ("80", "90a", "100a", "120a")
 """What the sources are kept compiling for; any other architecture from 80 on is built when a device has it."""
 
-ARCHITECTURE_OF = {"prefill.cu": "90a"}
+ARCHITECTURE_OF = {"prefill.cu": "90a", "decode.cu": "90a"}
 """Sources for one architecture only; Triton serves the others."""
 
 CUDA_HOME = Path("/usr/local/cuda")
+PROGRAMMATIC_STREAM_SERIALIZATION = 6
+"""`CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION` of the CUDA driver."""
+FIRST_TO_OVERLAP = 9
+"""Compute capability (major) from which kernels can start before the one ahead of them has ended."""
 MAX_DYNAMIC_SHARED_SIZE = 8
 """`CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES` of the CUDA driver."""
 STATIC_SHARED_LIMIT = 48 << 10
@@ -58,8 +62,8 @@ def build(source: Path, arch: str) -> Path:
 
     Raises RuntimeError if nvcc is missing or rejects the source, with its message.
     """
-    text = source.read_bytes()
-    digest = hashlib.sha256(b"\0".join((text, arch.encode(), *(flag.encode() for flag in FLAGS)))).hexdigest()
+    texts = [source.read_bytes(), *(header.read_bytes() for header in sorted(source.parent.glob("*.cuh")))]
+    digest = hashlib.sha256(b"\0".join((*texts, arch.encode(), *(flag.encode() for flag in FLAGS)))).hexdigest()
     cubin = cache_folder() / f"{source.stem}-{arch}-{digest[:16]}.cubin"
     if cubin.is_file():
         return cubin
@@ -93,12 +97,33 @@ def check(code: int, what: str) -> None:
         raise RuntimeError(f"{what} failed: {name.value.decode() if name.value else code}")
 
 
+class _Attribute(ctypes.Structure):
+    """`CUlaunchAttribute` with an integer value."""
+
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_ubyte * 60))
+
+
+class _Configuration(ctypes.Structure):
+    """`CUlaunchConfig`."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    )
+
+
 class Kernels:
     """The kernels of one source on one device, built and loaded at the first launch."""
 
     def __init__(self, source: str, device: int) -> None:
         self.device = device
-        cubin = build(SOURCES / source, architecture(torch.cuda.get_device_capability(device)))
+        capability = torch.cuda.get_device_capability(device)
+        self._overlaps = capability[0] >= FIRST_TO_OVERLAP
+        cubin = build(SOURCES / source, architecture(capability))
         self._enter()
         self._image = cubin.read_bytes()
         self._module = ctypes.c_void_p()
@@ -126,17 +151,28 @@ class Kernels:
             self._functions[name] = function
         return self._functions[name]
 
-    def launch(self, name: str, blocks: int, threads: int, *arguments: Any, shared: int = 0) -> None:
+    def launch(
+        self, name: str, blocks: int, threads: int, *arguments: Any, shared: int = 0, overlap: bool = False
+    ) -> None:
         """Runs a kernel on the current stream of the device; arguments are ctypes values in the kernel's order.
 
-        shared: bytes of dynamic shared memory of a block.
+        shared: bytes of dynamic shared memory of a block. overlap: the kernel waits itself for the one ahead of it in
+        the stream, and may start before that has ended (from sm_90 on).
         """
         with torch.cuda.device(self.device):
             self._enter()
-            stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
             packed = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
-            code = driver().cuLaunchKernel(
-                self._function(name, shared), blocks, 1, 1, threads, 1, 1, shared, stream, packed, ctypes.c_void_p()
+            attribute = _Attribute(PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
+            configuration = _Configuration(
+                grid=(blocks, 1, 1),
+                block=(threads, 1, 1),
+                shared=shared,
+                stream=torch.cuda.current_stream().cuda_stream,
+                attributes=ctypes.pointer(attribute),
+                count=int(overlap and self._overlaps),
+            )
+            code = driver().cuLaunchKernelEx(
+                ctypes.byref(configuration), self._function(name, shared), packed, ctypes.c_void_p()
             )
         check(code, f"launching {name}")
 

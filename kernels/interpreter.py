@@ -89,13 +89,16 @@ def interpreted(tensor: torch.Tensor) -> bool:
 
 
 @Device
-def load_bf16(pointer, mask, INTERPRETED: tl.constexpr):
-    """Loads bf16 (0 where masked); as fp32 when interpreted, so that no later step sees the interpreter's bf16."""
+def load_bf16(pointer, mask, INTERPRETED: tl.constexpr, EVICTION: tl.constexpr = ""):
+    """Loads bf16 (0 where masked); as fp32 when interpreted, so that no later step sees the interpreter's bf16.
+
+    EVICTION: Triton's eviction policy.
+    """
     if INTERPRETED:
         bits = tl.load(pointer.to(tl.pointer_type(tl.int16), bitcast=True), mask=mask, other=0)
         value = (bits.to(tl.int32) << BF16_SHIFT).to(tl.float32, bitcast=True)
     else:
-        value = tl.load(pointer, mask=mask, other=0.0)
+        value = tl.load(pointer, mask=mask, other=0.0, eviction_policy=EVICTION)
     return value
 
 

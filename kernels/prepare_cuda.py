@@ -113,4 +113,4 @@ def _launch(name: str, on: Tensor, entries: int, *arguments: object) -> None:
         )
     if entries:
         blocks = -(-entries * LANES // THREADS)
-        kernels(SOURCE, on.device.index or 0).launch(name, blocks, THREADS, *arguments)
+        kernels(SOURCE, on.device.index or 0).launch(name, blocks, THREADS, *arguments, overlap=True)

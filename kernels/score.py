@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from . import prefill_cuda
+from . import hopper
 from .interpreter import interpreted
 from .layout import ENTRY_DIM, PAGE_ENTRIES, check_cache, elements, page_stride_elements
 from .score_kernel import scores_kernel
@@ -104,7 +104,7 @@ def contiguous_scores(
 def _choose(kind: Kind, query: Tensor, width: int, next_n: int) -> Tile:
     """The recorded or default tile; the Triton kernel's where the Hopper kernel does not serve the operands."""
     tile = choose(kind, len(query), width, next_n, query.device)
-    if tile.kernel == "hopper" and not prefill_cuda.serves(query, next_n):
+    if tile.kernel == "hopper" and hopper.kernel_for(query, next_n) is None:
         return portable(kind, next_n, query.device)
     return tile
 
@@ -124,7 +124,13 @@ def _launch_hopper(
         return
     stride = page_stride_elements(keys) if page_table is not None else None
     payload = elements(keys) if page_table is not None else keys
-    prefill_cuda.launch(query, weight, payload, stride, page_table, request, lengths, out, fill, next_n)
+    kernel = hopper.kernel_for(query, next_n)
+    if kernel is None:
+        raise ValueError(
+            f"the Hopper kernels take 64 heads and runs of 1, 2 or 8 n rows on a Hopper GPU with nvcc, not "
+            f"{list(query.shape)} in runs of {next_n} on {query.device}: leave `tile` out"
+        )
+    hopper.launch(kernel, query, weight, payload, stride, page_table, request, lengths, out, fill, next_n)
 
 
 def _launch(

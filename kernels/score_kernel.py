@@ -2,8 +2,8 @@
 
 A tile multiplies KEYS keys by all heads of GROUP queries: product[key, query and head]. ReLU, head weight
 and the sum over heads happen in registers, so only scores leave the chip. Keys are the rows of the product: the sum
-over heads stays within a warp, and a NaN key spoils no score but its own. ReLU is written (x + |x|) * (w / 2), which is
-max(x, 0) * w bit for bit and carries a NaN into the score, where a maximum would make it 0.
+over heads stays within a warp, and a NaN key spoils no score but its own. ReLU is a maximum that carries a NaN into the
+score, where a plain one would make it 0.
 
 Two schedules. Persistent: each program takes an equal share of all tiles, whatever the lengths, and finds its rows by a
 prefix sum over the lengths. Split: program (g, s) takes the s-th share of group g.
@@ -56,7 +56,7 @@ def load_keys(
                 slot = page * page_stride + entry % PAGE * DIM
         else:
             slot = tl.minimum(entry, length - 1).to(tl.int64) * DIM
-        tile = load_bf16(keys + slot[:, None] + dim, key[:, None] < KEYS, INTERPRETED)
+        tile = load_bf16(keys + slot[:, None] + dim, key[:, None] < KEYS, INTERPRETED, "evict_first" if PAGED else "")
     return tile
 
 
@@ -87,13 +87,19 @@ def score_blocks(
     INTERPRETED: tl.constexpr,
 ):
     """Scores of one group of rows against key blocks first to stop - 1 of its request."""
+    table = page_table
+    if PAGED:
+        owner = group.to(tl.int64) * GROUP // NEXT_N
+        if request is not None:
+            owner = tl.load(request + group.to(tl.int64) * GROUP).to(tl.int64)
+        table += owner * table_stride
     COLUMNS: tl.constexpr = GROUP * HEAD_BLOCK
     column = tl.arange(0, COLUMNS)
     head = column % HEAD_BLOCK
     row = group.to(tl.int64) * GROUP + column // HEAD_BLOCK
     live = (head < HEADS) & (row < rows)
     at = row * HEADS + head
-    half_weight = 0.5 * tl.load(weight + at, mask=live, other=0.0)
+    w = tl.load(weight + at, mask=live, other=0.0)
     dim = tl.arange(0, DIM)
     q = load_bf16(query + at[None, :] * DIM + dim[:, None], live[None, :], INTERPRETED)
 
@@ -101,17 +107,11 @@ def score_blocks(
     length = clamped(tl.load(lengths + member, mask=member < rows, other=0), width)
     longest = tl.reduce(length, 0, tl.standard._elementwise_max)
     scores = out + (member * out_stride)[None, :]
-    table = page_table
-    if PAGED:
-        owner = group.to(tl.int64) * GROUP // NEXT_N
-        if request is not None:
-            owner = tl.load(request + group.to(tl.int64) * GROUP).to(tl.int64)
-        table += owner * table_stride
     key = tl.arange(0, KEYS)
     for block in tl.range(loop_bound(first), loop_bound(stop)):
         k = load_keys(keys, table, block, key, longest, page_stride, KEYS, PAGED, DESCRIPTOR, INTERPRETED)
         product = tl.dot(k, q)
-        terms = (product + tl.abs(product)) * half_weight[None, :]
+        terms = tl.maximum(product, 0.0, propagate_nan=tl.PropagateNan.ALL) * w[None, :]
         total = tl.reduce(tl.reshape(terms, (KEYS, GROUP, HEAD_BLOCK)), 2, tl.standard._sum_combine)
         entry = (block * KEYS + key)[:, None]
         tl.store(scores + entry, total, mask=entry < length[None, :])

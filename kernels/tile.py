@@ -28,7 +28,7 @@ class Tile:
     warps, stages          Triton's num_warps and num_stages.
     programs    persistent programs per multiprocessor; 0 runs one program for each group and share of `split` key
     blocks. descriptor  read pages through tensor descriptors (the copy engine where the GPU has one).
-    kernel      triton, or hopper for the kernel of `prefill_cuda`, which has no other choices.
+    kernel      triton, or hopper for the kernels of `hopper.py`, which have no other choices.
     """
 
     keys: int = 64
@@ -40,6 +40,9 @@ class Tile:
     descriptor: bool = False
     kernel: Literal["triton", "hopper"] = "triton"
 
+
+HOPPER_TILE = Tile(kernel="hopper")
+"""The choice on Hopper; where its kernels do not serve the operands, `portable` says what does."""
 
 INTERPRETED_TILE = Tile(keys=8192, group=1, programs=2)
 """On the CPU every step costs about the same whatever its size, so steps are large."""
@@ -55,25 +58,20 @@ PREFILL_ROWS = 4
 
 DECODE = {1: Tile(), 2: Tile(group=2, programs=2)}
 PREFILL = Tile(group=4, stages=3, programs=0, split=1 << 20)
-HOPPER_PREFILL = Tile(keys=64, group=8, kernel="hopper")
-"""The choice on Hopper; where that kernel does not serve the operands, PREFILL does."""
 SMALL_PREFILL = Tile(group=2, stages=3, programs=0, split=1 << 20)
 """For GPUs whose registers or shared memory do not hold four queries at once."""
 
 CANDIDATES: dict[Kind, tuple[Tile, ...]] = {
     "decode": (
-        *(Tile(stages=stages, programs=programs) for stages, programs in ((5, 2), (5, 3), (6, 2), (7, 2), (9, 1))),
-        Tile(keys=128, stages=4, programs=2),
-        Tile(keys=128, stages=5, programs=1),
-        Tile(stages=5, programs=0, split=16),
-        Tile(stages=5, programs=0, split=64),
+        HOPPER_TILE,
+        *(Tile(stages=stages, programs=programs) for stages, programs in ((5, 2), (5, 3), (7, 2))),
+        *(Tile(stages=5, programs=0, split=split) for split in (8, 16, 64)),
     ),
     "prefill": (
-        HOPPER_PREFILL,
+        HOPPER_TILE,
         PREFILL,
         SMALL_PREFILL,
-        Tile(group=4, stages=2, programs=0, split=1 << 20),
-        Tile(group=4, keys=128, warps=8, stages=3, programs=0, split=1 << 20),
+        Tile(group=2, stages=4, programs=0, split=1 << 20),
     ),
 }
 
@@ -82,7 +80,11 @@ def candidates(kind: Kind, group: int = 1) -> tuple[Tile, ...]:
     """Tiles worth measuring: for decode those of `group` queries a request, for prefill all."""
     if kind == "prefill" or group == 1:
         return CANDIDATES[kind]
-    return tuple(Tile(**{**asdict(tile), "group": group}) for tile in CANDIDATES[kind] if tile.keys == Tile.keys)
+    return tuple(
+        tile if tile.kernel == "hopper" else Tile(**{**asdict(tile), "group": group})
+        for tile in CANDIDATES[kind]
+        if tile.keys == Tile.keys
+    )
 
 
 def choose(kind: Kind, rows: int, width: int, group: int, device: torch.device) -> Tile:
@@ -92,8 +94,8 @@ def choose(kind: Kind, rows: int, width: int, group: int, device: torch.device) 
     found = _records(records_file()).get(shape_key(kind, rows, width, group, device))
     if found is not None:
         return found
-    if kind == "prefill" and torch.cuda.get_device_capability(device)[0] == HOPPER:
-        return HOPPER_PREFILL
+    if torch.cuda.get_device_capability(device)[0] == HOPPER:
+        return HOPPER_TILE
     return portable(kind, group, device)
 
 

@@ -6,19 +6,19 @@ from statistics import median
 import torch
 
 from .row import Ceilings
-from .timing import capture
+from .timing import Stopwatch
 
 ELEMENTS = 1 << 29
 """Fp32 elements of a bandwidth buffer: 2 GiB, far more than any cache."""
 SIDE = 8192
 """Rows and columns of the bf16 product."""
-ROUNDS = 7
+ROUNDS = 15
 WARM_UP_ROUNDS = 5
-"""Replays before the measured ones: the card's clocks settle under load."""
+"""Launches before the measured ones: the card's clocks settle under load."""
 
 
 def measure() -> Ceilings:
-    """All three, each the median over replays of a graph."""
+    """All three, each the median over launches."""
     return Ceilings(*_bandwidths(), 2 * SIDE**3 / _seconds(product()))
 
 
@@ -38,6 +38,6 @@ def product() -> Callable[[], object]:
 
 
 def _seconds(launch: Callable[[], object]) -> float:
-    ready = capture([launch])
-    times = [ready.time_us() for _ in range(WARM_UP_ROUNDS + ROUNDS)][WARM_UP_ROUNDS:]
+    stopwatch = Stopwatch()
+    times = [stopwatch.time_us(launch) for _ in range(WARM_UP_ROUNDS + ROUNDS)][WARM_UP_ROUNDS:]
     return median(times) * 1e-6

@@ -18,7 +18,7 @@ from .row import Ceilings, Row, rows_to_json
 from .timing import ROUNDS, Contender, compare
 
 SCHEMA = 1
-QUICK_ROUNDS = 3
+QUICK_ROUNDS = 7
 QUICK_SHAPES = ("64 x 16384", "8 x 16384")
 
 

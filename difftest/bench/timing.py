@@ -1,7 +1,12 @@
-"""Times kernels by replaying CUDA graphs in turn, so that all of them see the same clocks, and their extra memory."""
+"""Times kernels one launch at a time from cold caches, in turn, so that all of them see the same clocks.
+
+Before a launch the L2 cache is overwritten, as the rest of a layer's step overwrites it between two reads of an index
+cache. The events lie around the launch alone; the overwriting lasts longer than the host needs to enqueue it.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from statistics import median
 from typing import Any
 
@@ -9,11 +14,10 @@ import torch
 
 from .row import FP8, CeilingName, Ceilings, Row
 
-GRAPH_US = 4000.0
-"""Length a graph is given by repeating its launches: long beside the gap between two replays."""
-MOST_LAUNCHES = 2000
-ROUNDS = 9
-WARM_UP = 2
+FLUSH_BYTES = 512 << 20
+"""Several times the L2 cache, and about 0.15 ms of writing on an H200."""
+ROUNDS = 21
+WARM_UP = 4
 
 
 @dataclass(frozen=True)
@@ -34,38 +38,42 @@ class Contender:
     note: str = ""
 
 
-@dataclass
-class _Captured:
-    graph: torch.cuda.CUDAGraph
-    launches: int
-    extra: int
+class Stopwatch:
+    """Times single launches from cold caches."""
 
-    def time_us(self) -> float:
+    def __init__(self) -> None:
+        self.scratch = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+
+    def time_us(self, launch: Callable[[], Any]) -> float:
+        """Microseconds between the events around one launch."""
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self.scratch.zero_()
         start.record()
-        self.graph.replay()
+        launch()
         end.record()
         end.synchronize()
-        return float(start.elapsed_time(end)) * 1e3 / self.launches
+        return float(start.elapsed_time(end)) * 1e3
 
 
 def compare(contenders: Sequence[Contender], ceilings: Ceilings, rounds: int = ROUNDS) -> list[Row]:
     """Rows of contenders that are measured in turn, round by round. One that fails gets a row that says why."""
-    captured: list[_Captured | None] = []
+    extra: list[int | None] = []
     notes: list[str] = []
     for contender in contenders:
         try:
-            captured.append(capture(contender.launches, contender.result_bytes))
+            contender.launches[0]()
+            extra.append(extra_bytes(contender.launches[0], contender.result_bytes))
             notes.append(contender.note)
         except (RuntimeError, ValueError, ImportError, AttributeError, TypeError, AssertionError) as error:
             torch.cuda.synchronize()
-            captured.append(None)
+            extra.append(None)
             notes.append(f"not run: {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}")
-    times: list[list[float]] = [[] for _ in contenders]
+    stopwatch, times = Stopwatch(), [[] for _ in contenders]  # type: ignore[var-annotated]
+    rotations = [cycle(contender.launches) for contender in contenders]
     for turn in range(WARM_UP + rounds):
-        for number, ready in enumerate(captured):
-            if ready is not None:
-                took = ready.time_us()
+        for number, rotation in enumerate(rotations):
+            if extra[number] is not None:
+                took = stopwatch.time_us(next(rotation))
                 if turn >= WARM_UP:
                     times[number].append(took)
     middle = [median(found) if found else None for found in times]
@@ -82,10 +90,10 @@ def compare(contenders: Sequence[Contender], ceilings: Ceilings, rounds: int = R
             ratio_to_fp8=us / fp8[contender.kernel, contender.shape]
             if us and (contender.kernel, contender.shape) in fp8
             else None,
-            extra_bytes=ready.extra if ready else None,
+            extra_bytes=more,
             note=note,
         )
-        for contender, us, ready, note in zip(contenders, middle, captured, notes, strict=True)
+        for contender, us, more, note in zip(contenders, middle, extra, notes, strict=True)
     ]
 
 
@@ -93,21 +101,6 @@ def share(contender: Contender, us: float, ceilings: Ceilings) -> float:
     """Time at the ceiling over time taken."""
     count = contender.flops if contender.ceiling == "matmul" else contender.bytes
     return ceilings.time_us(contender.ceiling, count) / us
-
-
-def capture(launches: Sequence[Callable[[], Any]], result_bytes: int = 0) -> _Captured:
-    """A graph of the launches, repeated until it lasts about GRAPH_US; the first calls, which build, run outside it."""
-    launches[0]()
-    torch.cuda.synchronize()
-    extra = extra_bytes(launches[0], result_bytes)
-    once = _eager_us(launches)
-    repeats = max(1, min(round(GRAPH_US / once), MOST_LAUNCHES // len(launches)))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(repeats):
-            for launch in launches:
-                launch()
-    return _Captured(graph, repeats * len(launches), extra)
 
 
 def extra_bytes(launch: Callable[[], Any], result_bytes: int) -> int:
@@ -120,13 +113,3 @@ def extra_bytes(launch: Callable[[], Any], result_bytes: int) -> int:
     peak = torch.cuda.max_memory_allocated()
     del result
     return max(0, peak - before - result_bytes)
-
-
-def _eager_us(launches: Sequence[Callable[[], Any]]) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for launch in launches:
-        launch()
-    end.record()
-    end.synchronize()
-    return max(1.0, float(start.elapsed_time(end)) * 1e3)

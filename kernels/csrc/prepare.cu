@@ -4,7 +4,8 @@
 // moves in words of 16 bytes and run 1 is the half that RoPE turns. Butterfly stages on bits 0, 1, 2 and 6 of the dim stay in
 // a lane; those on bits 3, 4 and 5 exchange values with lane l ^ 1, 2 or 4.
 //
-// No header, no architecture-specific instruction: compiles for sm_80 and later.
+// No header; compiles for sm_80 and later. From sm_90 on a kernel may be launched before the one ahead of it in the stream has
+// ended (programmatic dependent launch): it then waits for that one's writes before it reads anything.
 
 using int64 = long long;
 using uint32 = unsigned int;
@@ -22,6 +23,18 @@ constexpr int kRopeRun = 1;    // the run within dims 64..127
 constexpr int kVector = 4;     // floats of a vector access
 constexpr float kHadamardScale = 0.08838834764831845f; // 128^-0.5
 constexpr int64 kPageEntries = 64;
+
+__device__ __forceinline__ void wait_for_kernel_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
 
 struct Entry {
   float value[kRuns][kRun];
@@ -159,6 +172,7 @@ template <typename Source>
 __device__ __forceinline__ void store_entry(
     const float* __restrict__ pooled, const float* __restrict__ norm_weight, const float* __restrict__ table,
     const Source& source, unsigned char* __restrict__ cache, int64 page_stride, float eps, int64 rows) {
+  wait_for_kernel_before();
   const int lane = threadIdx.x % kLanes;
   const int64 row = (int64(blockIdx.x) * blockDim.x + threadIdx.x) / kLanes;
   const bool inside = row < rows;
@@ -189,6 +203,7 @@ __device__ __forceinline__ void store_entry(
     unsigned char* page = cache + place.slot / kPageEntries * page_stride;
     write(entry, reinterpret_cast<uint16*>(page) + place.slot % kPageEntries * kDim, lane);
   }
+  let_next_kernel_start();
 }
 
 }  // namespace
@@ -218,6 +233,7 @@ prepare_query(
     const uint16* __restrict__ query, const float* __restrict__ table, const Index positions,
     uint16* __restrict__ out, const uint16* __restrict__ weight, float* __restrict__ weight_out, float weight_scale,
     int heads, int64 count) {
+  wait_for_kernel_before();
   const int lane = threadIdx.x % kLanes;
   const int64 item = (int64(blockIdx.x) * blockDim.x + threadIdx.x) / kLanes;
   const bool inside = item < count;
@@ -244,4 +260,5 @@ prepare_query(
     write(entry, out + item * kDim, lane);
     if (weight_out != nullptr && lane == 0) weight_out[item] = low_bf16(weight[item]) * weight_scale;
   }
+  let_next_kernel_start();
 }

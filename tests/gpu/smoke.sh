@@ -31,14 +31,14 @@ groups = (f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in item
 PY
 
 export PYTHONPATH="$work/site" PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
-export SGLANG_JIT_CACHE_DIR="$work/jit/sglang" TVM_FFI_CACHE_DIR="$work/jit/tvm-ffi" DG_JIT_CACHE_DIR="$work/jit/deep-gemm" TRITON_CACHE_DIR="$work/jit/triton"
+export DIFFTEST_KERNELS_CACHE="$work/jit/kernels" SGLANG_JIT_CACHE_DIR="$work/jit/sglang" TVM_FFI_CACHE_DIR="$work/jit/tvm-ffi" DG_JIT_CACHE_DIR="$work/jit/deep-gemm" TRITON_CACHE_DIR="$work/jit/triton"
 
 step() { # step NAME SECONDS LINES COMMAND...: runs it, keeps its log, prints its last LINES
   local name=$1 limit=$2 lines=$3 started=$SECONDS
   shift 3
   timeout "$limit" "$@" >"$work/logs/$name.log" 2>&1
   echo "=== $name: exit $?, $((SECONDS - started)) s"
-  tail -n "$lines" "$work/logs/$name.log" | cut -c1-220
+  tail -n "$lines" "$work/logs/$name.log" | cut -c1-260
 }
 
 for name in "$@"; do
@@ -48,6 +48,13 @@ for name in "$@"; do
     live) step live 150 60 python3 -m pytest -q -s --tb=short --maxfail=20 -p no:cacheprovider -m gpu tests/difftest/paths/test_sglang_fp8.py ;;
     layer) step layer 150 60 python3 -m pytest -q -s --tb=short --maxfail=20 -p no:cacheprovider -m gpu tests/difftest/paths/test_sglang_fp8_layer.py ;;
     record) step record 60 20 python3 tests/gpu/record.py "$work/recorded" && tar -C "$work/recorded" -cf "$OUT/recorded.tar" . ;;
+    kernels) step kernels 150 25 python3 -m pytest -q --tb=short --maxfail=30 -n 6 -p no:cacheprovider -m gpu tests/kernels ;;
+    prefill) step prefill 60 25 python3 -m pytest -q --tb=short --maxfail=10 -p no:cacheprovider -m gpu tests/kernels/test_prefill_cuda.py ;;
+    bench) step bench 280 60 python3 -m difftest bench --json "$OUT/bench.json" ;;
+    bench-quick) step bench-quick 110 60 python3 -m difftest bench --quick --json "$OUT/bench.json" ;;
+    variants) step variants 60 40 python3 .kbench/var.py ;;
+    exp2) step exp2 110 120 python3 .kbench/exp2.py ;;
+    counters) step counters 60 150 ncu --clock-control none -k prefill_scores --section WarpStateStats --section ComputeWorkloadAnalysis --print-details all --metrics gpu__time_duration.sum,sm__cycles_elapsed.avg.per_second,sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed,sm__inst_issued.avg.pct_of_peak_sustained_elapsed,group:smsp__pcsamp_warp_stall_reasons python3 .kbench/ncu.py ;;
     suite) step suite 200 40 python3 -m pytest -q -p no:cacheprovider -m gpu tests ;;
     run) step run 150 60 python3 -m difftest run --profile smoke --device cuda --path sglang-fp8 --path oracle --out "$work/run" ;;
     *) echo "unknown step $name" ;;

@@ -1,10 +1,11 @@
-"""The Hopper kernel of prefill scores: the products of `score.py` at the rate of the tensor cores.
+"""The Hopper kernels of index scores: the products of `score.py` at the rate of the tensor cores and of the memory.
 
-One launch, persistent, no host read, nothing allocated. Its twin for every other GPU, for other numbers of heads and
-for decode is the Triton kernel of `score_kernel.py`; both sum in fp32, in orders of their own.
+One launch each, persistent, no host read, nothing allocated. Their twin for every other GPU, for other numbers of heads
+and other runs of rows is the Triton kernel of `score_kernel.py`; all sum in fp32, in orders of their own.
 """
 
 import ctypes
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -13,18 +14,26 @@ from torch import Tensor
 from .cuda import Index, architecture, check, driver, find_nvcc, index, kernels, pointer
 from .layout import ELEMENT_BYTES, ENTRY_DIM, PAGE_ENTRIES
 
-SOURCE = "prefill.cu"
 HEADS = 64
-BLOCK_ROWS = 8
-"""Consecutive rows that a block serves; they belong to one request."""
-
-MOST_ROWS = 4096 * BLOCK_ROWS
-"""Rows of one launch: a block scans the lengths of that many at once."""
-
+MOST_GROUPS = 4096
+"""Groups of rows whose lengths a block scans at once."""
 THREADS = 384
 SHARED_BYTES = 231424
-QUERY_BOX = 256
-"""Rows of a query tile: four query rows of 64 heads."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One of the kernels: `group` consecutive rows of one request share its keys, `box` of them come in one copy."""
+
+    source: str
+    name: str
+    group: int
+    box: int
+
+
+DECODE_ONE = Kernel("decode.cu", "decode_one", 1, 1)
+DECODE_TWO = Kernel("decode.cu", "decode_two", 2, 2)
+PREFILL = Kernel("prefill.cu", "prefill_scores", 8, 4)
 
 ATOM = 64
 """Elements of a swizzled row of 128 bytes."""
@@ -44,19 +53,28 @@ class TensorMap(ctypes.Structure):
 
 @cache
 def available(device: torch.device) -> bool:
-    """Whether this kernel can be built for and run on `device`."""
+    """Whether these kernels can be built for and run on `device`."""
     hopper = device.type == "cuda" and architecture(torch.cuda.get_device_capability(device)) == "90a"
     return hopper and find_nvcc() is not None
 
 
-def serves(query: Tensor, next_n: int) -> bool:
-    """Whether this kernel takes `query` [R, H, 128] in runs of `next_n` rows a request."""
+def kernel_for(query: Tensor, next_n: int) -> Kernel | None:
+    """The kernel that takes `query` [R, H, 128] in runs of `next_n` rows a request; None if none does."""
     rows, heads = query.shape[:2]
-    one_request = next_n >= rows or next_n % BLOCK_ROWS == 0
-    return heads == HEADS and rows <= MOST_ROWS and one_request and available(query.device)
+    if heads != HEADS or not available(query.device):
+        return None
+    runs = min(next_n, rows)
+    if runs <= DECODE_TWO.group:
+        found = DECODE_TWO if runs == DECODE_TWO.group else DECODE_ONE
+    elif next_n >= rows or next_n % PREFILL.group == 0:
+        found = PREFILL
+    else:
+        return None
+    return found if rows <= MOST_GROUPS * found.group else None
 
 
 def launch(
+    kernel: Kernel,
     query: Tensor,
     weight: Tensor,
     keys: Tensor,
@@ -80,11 +98,11 @@ def launch(
     else:
         key_map = tensor_map(keys, (PAGE_ENTRIES, len(keys)), page_stride, PAGE_ENTRIES)
     none = Index(None, 0)
-    kernels(SOURCE, device).launch(
-        "prefill_scores",
+    kernels(kernel.source, device).launch(
+        kernel.name,
         torch.cuda.get_device_properties(device).multi_processor_count,
         THREADS,
-        tensor_map(query, (rows * HEADS, 1), ENTRY_DIM * rows * HEADS, QUERY_BOX),
+        tensor_map(query, (rows * HEADS, 1), ENTRY_DIM * rows * HEADS, kernel.box * HEADS),
         key_map,
         pointer(weight),
         index(lengths),
@@ -95,7 +113,7 @@ def launch(
         pointer(out),
         ctypes.c_int64(out.stride(0)),
         ctypes.c_int32(rows),
-        ctypes.c_int32(-(-rows // BLOCK_ROWS)),
+        ctypes.c_int32(-(-rows // kernel.group)),
         ctypes.c_int32(width),
         ctypes.c_float(0.0 if fill is None else fill),
         ctypes.c_int32(fill is not None),
