@@ -41,6 +41,7 @@ def assert_agrees(
     Raises AssertionError whose message names layer, stage, worst element, bound and the smallest bound that would have
     passed; CannotJudge where nothing could be compared.
     """
+    __tracebackhide__ = True
     path = get_path(path) if isinstance(path, str) else path
     case = find_case(case) if isinstance(case, str) else case
     available = path.availability()
@@ -56,6 +57,7 @@ def assert_agrees(
 
 def check_records(records: list[Record], policy: Policy) -> None:
     """Raises AssertionError for a red verdict on these records, CannotJudge where nothing was compared."""
+    __tracebackhide__ = True
     for verdict in judge(records, policy):
         if verdict.exit_code == 1:
             raise AssertionError(explain_failure(verdict, records))
