@@ -15,6 +15,7 @@ from .baseline_cli import app as baseline_app
 from .bench_cli import bench_command
 from .data_cli import capture_app, census_command, weights_command
 from .diagnose.bisect_cli import bisect_command
+from .diagnose.blame_cli import blame_command
 from .diagnose.shrink_cli import replay_command, shrink_command
 from .recall.cli import app as recall_app
 
@@ -247,7 +248,15 @@ def ledger_command(as_json: Annotated[bool, typer.Option("--json", help="Print a
 app.add_typer(baseline_app, name="baseline")
 app.add_typer(capture_app, name="capture")
 app.add_typer(recall_app, name="recall")
-for command in (bench_command, bisect_command, census_command, replay_command, shrink_command, weights_command):
+for command in (
+    bench_command,
+    bisect_command,
+    blame_command,
+    census_command,
+    replay_command,
+    shrink_command,
+    weights_command,
+):
     app.command(command.__name__.removesuffix("_command"))(command)
 
 
