@@ -102,11 +102,11 @@ def _refuse_fp4() -> None:
 
 
 def check_pool(pool: Any) -> None:
-    """Raises SystemExit unless every index buffer of `pool` has rows of 16,384 bytes, one row a page of the main cache.
+    """Raises SystemExit unless `pool` has index buffers and each of them has page rows of 16,384 bytes.
 
     Registers the layers of its buffers, loads the kernels (never in the middle of a graph capture) and logs the size.
     """
-    index, main = pool.index_pools.get(RATIO), pool.kv_pools.get(RATIO)
+    index = pool.index_pools.get(RATIO)
     if index is None:
         raise SystemExit(f"{PACKAGE}: this model has no layer of compression ratio {RATIO}: unset {BF16_INDEX_K}")
     if index.page_size != PAGE_ENTRIES:
@@ -117,10 +117,6 @@ def check_pool(pool: Any) -> None:
             raise SystemExit(
                 f"{PACKAGE}: index pages came out as {buffer.shape[1]} bytes and bf16 ones take {PAGE_BYTES}: the hook "
                 "on the bytes of an entry was bypassed"
-            )
-        if main is not None and buffer.shape[0] != main.kv_buffer[0].shape[0]:
-            raise SystemExit(
-                f"{PACKAGE}: {buffer.shape[0]} index pages for {main.kv_buffer[0].shape[0]} pages of the main cache"
             )
     _register(pool, buffers)
     device = buffers[0].device

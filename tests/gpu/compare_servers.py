@@ -28,11 +28,9 @@ def main(folder: Path, off: str, on: str) -> None:
 
 def shared(one: np.ndarray, two: np.ndarray) -> np.ndarray:
     """Share of each row's picks in `one` that `two` has too, for rows that had to choose."""
-    rows = [
-        (set(a[a >= 0].tolist()), set(b[b >= 0].tolist()))
-        for a, b in zip(*(x.reshape(-1, TOPK) for x in (one, two)), strict=True)
-    ]
-    chosen = [(a, b) for a, b in rows if len(a) == TOPK and max(a) >= TOPK]
+    rows = zip(one.reshape(-1, TOPK), two.reshape(-1, TOPK), strict=True)
+    sets = [(set(a[a >= 0].tolist()), set(b[b >= 0].tolist())) for a, b in rows]
+    chosen = [(a, b) for a, b in sets if len(a) == TOPK and max(a) >= TOPK]
     return np.array([len(a & b) / TOPK for a, b in chosen] or [1.0])
 
 

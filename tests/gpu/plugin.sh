@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the SGLang plugin on a machine with a GPU and no package registry, from the repository root; writes to $OUT.
-# Needs .psrv/site.tar.xz: SGLang's packages and what its engine imports.
+# Needs in .psrv: site.tar.xz (SGLang's packages and what its engine imports), and wheels besides.
 # Takes built operators from .cache/jit.tar.xz if there. Usage: tests/gpu/plugin.sh STEP...  (layer cost on off compare)
 set -u
 : "${OUT:=runs/gpu}"
@@ -9,6 +9,7 @@ mkdir -p "$OUT" "$work/site" "$work/logs" "$work/jit" "$work/serve"
 [ -d "$work/site/sglang" ] || tar -C "$work/site" -xJf .psrv/site.tar.xz &
 [ -f .cache/jit.tar.xz ] && tar -C "$work/jit" -xJf .cache/jit.tar.xz
 wait
+for wheel in .psrv/*.whl; do python3 -m zipfile -e "$wheel" "$work/site"; done
 python3 tests/gpu/link_checkout.py "$work/site"
 cp tests/gpu/*.py "$work/site"
 point=$work/site/mhc_without_tilelang-0.dist-info

@@ -31,7 +31,6 @@ class Server:
         tiny_server_model.write(folder / "model")
         self.engine = Engine(
             model_path=str(folder / "model"),
-            load_format="dummy",
             skip_tokenizer_init=True,
             sampling_backend="pytorch",
             attention_backend="dsv4",
