@@ -1,8 +1,10 @@
 """Captures: a layer's inputs as a file, to be replayed through every path.
 
 One safetensors file a layer, never pickle. Tensor names are the fields of `LayerInputs` (`index.kv_score`,
-`attn_query`), or `cache.NAME` for raw cache bytes; the metadata holds the schema, the case as JSON, the model's
-constants and the steps. The folder also holds the model's `config.json`, which the replayed case names as its model.
+`attn_query`), `cache.NAME` for raw cache bytes, or `source.NAME` for the hidden states and query latents that the
+inputs were made from (`source.hidden/0`, `source.q_latent/0`: a tensor a request); the metadata holds the schema, the
+case as JSON, the model's constants and the steps. The folder also holds the model's `config.json`, which the replayed
+case names as its model.
 """
 
 import json
@@ -25,23 +27,31 @@ SCHEMA = "difftest.capture/1"
 SPEC = "capture:"
 SUFFIX = ".safetensors"
 COMPRESSORS = ("index", "main")
-CACHE = "cache."
+CACHE, SOURCE = "cache.", "source."
+HIDDEN, Q_LATENT = "hidden", "q_latent"
 CONFIG_FILE = "config.json"
 
 
 @dataclass(frozen=True)
 class Capture:
-    """A layer's inputs with where they come from. `cache` holds raw bytes (uint8) by name, for whoever wants them."""
+    """A layer's inputs with where they come from.
+
+    cache    raw bytes (uint8) by name, for whoever wants them.
+    source   what the inputs were made from, by `hidden/REQUEST` [length, hidden_size] and `q_latent/REQUEST` [length,
+             q_lora_rank], bf16: with other weights the inputs can be made again. Empty when it was not kept.
+    """
 
     case: Case
     inputs: LayerInputs
     origin: str = ""
     cache: dict[str, Tensor] = field(default_factory=dict)
+    source: dict[str, Tensor] = field(default_factory=dict)
 
     def save(self, file: Path) -> None:
         """Writes the file; a half-written one never replaces a whole one."""
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in input_tensors(self.inputs).items()}
         tensors |= {CACHE + name: raw.cpu().contiguous() for name, raw in self.cache.items()}
+        tensors |= {SOURCE + name: tensor.cpu().contiguous() for name, tensor in self.source.items()}
         inputs = self.inputs
         facts = {
             "schema": SCHEMA,
@@ -74,6 +84,12 @@ def config_to_dict(config: ModelConfig) -> dict[str, Any]:
     return {**plain, "rope_theta": config.rope_theta, "rope_scaling": scaling}
 
 
+def source_tensors(hidden: Sequence[Tensor], q_latent: Sequence[Tensor] | None = None) -> dict[str, Tensor]:
+    """`Capture.source` of a layer, from a tensor a request."""
+    found = {f"{HIDDEN}/{request}": tensor for request, tensor in enumerate(hidden)}
+    return found | {f"{Q_LATENT}/{request}": tensor for request, tensor in enumerate(q_latent or ())}
+
+
 def input_tensors(inputs: LayerInputs) -> dict[str, Tensor]:
     """Every tensor of the inputs by its dotted name."""
     found: dict[str, Tensor] = {}
@@ -98,12 +114,28 @@ def load_file(file: Path) -> Capture:
         raise ValueError(f"{file} is no capture: its schema is {facts.get('schema')!r}, this version reads {SCHEMA!r}")
     try:
         inputs = _inputs(facts, tensors)
+        source = _source(inputs, tensors)
         case = replace(Case.from_json(facts["case"]), model=str(file.parent / CONFIG_FILE), overrides={})
     except (KeyError, TypeError, ValueError) as error:
         detail = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
         raise ValueError(f"{file} is no whole capture: {detail}; capture the layer again") from error
     cache = {name.removeprefix(CACHE): raw for name, raw in tensors.items() if name.startswith(CACHE)}
-    return Capture(case, inputs, facts.get("origin", ""), cache)
+    return Capture(case, inputs, facts.get("origin", ""), cache, source)
+
+
+def _source(inputs: LayerInputs, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The `source.` tensors, checked against the requests and the config."""
+    widths = {HIDDEN: inputs.config.hidden_size, Q_LATENT: inputs.config.q_lora_rank}
+    found = {name.removeprefix(SOURCE): tensor for name, tensor in tensors.items() if name.startswith(SOURCE)}
+    for name, tensor in found.items():
+        kind, _, request = name.partition("/")
+        if kind not in widths or not request.isdigit() or int(request) >= len(inputs.lengths):
+            raise ValueError(f"{SOURCE}{name} belongs to no request: it has {len(inputs.lengths)}")
+        shape = (inputs.lengths[int(request)], widths[kind])
+        if tensor.dtype != torch.bfloat16 or tuple(tensor.shape) != shape:
+            raise ValueError(f"{SOURCE}{name} is {tensor.dtype} {list(tensor.shape)}, not torch.bfloat16 {list(shape)}")
+        finite(SOURCE + name, tensor)
+    return found
 
 
 def _inputs(facts: dict[str, str], tensors: dict[str, Tensor]) -> LayerInputs:

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from .capture import Capture, capture_file, captured_case, load_captures
+from .capture import Capture, capture_file, captured_case, load_captures, source_tensors
 from .census import Census, take_census
 from .dumper_import import read_traffic
 from .layer_data import make_inputs, random_hidden
@@ -67,6 +67,10 @@ def capture_import(
     rank: Annotated[int, typer.Option(min=0, help="Rank whose files are read.")] = 0,
     requests: Annotated[int, typer.Option(min=1, help="How many of the longest requests are kept.")] = 1,
     rows: Annotated[int, typer.Option(min=1, help="Query tokens that are compared.")] = 32,
+    keep_hidden: Annotated[
+        bool,
+        typer.Option("--keep-hidden/--no-keep-hidden", help="Keep hidden states and query latents in the capture."),
+    ] = True,
     out: Annotated[Path, typer.Option(help="Folder of the captures.")] = Path("captures"),
 ) -> None:
     """Make captures from hidden states that SGLang's dumper wrote, with the weights of the served checkpoint."""
@@ -80,7 +84,8 @@ def capture_import(
                 source.layer(number), hidden, case, q_latent=traffic.q_latent.get(number), steps=traffic.steps
             )
             file = capture_file(out, number)
-            Capture(case, inputs, f"dump {dump.resolve().name}").save(file)
+            kept = source_tensors(hidden, traffic.q_latent.get(number)) if keep_hidden else {}
+            Capture(case, inputs, f"dump {dump.resolve().name}", source=kept).save(file)
             console.print(f"layer {number}: {traffic.lengths} tokens in {len(traffic.steps)} steps, {file} written")
     except (ValueError, OSError) as error:
         stop(str(error))

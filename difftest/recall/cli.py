@@ -50,6 +50,15 @@ def parse_extra(text: str) -> dict[str, Any]:
     return body
 
 
+@app.command("launch")
+def launch_main() -> None:
+    """Print the script that starts a server to compare: fp8 as SGLang ships it, or bf16 index keys.
+
+    Use: difftest recall launch > launch.sh; its first lines say how it is set up.
+    """
+    typer.echo((Path(__file__).parent / "launch.sh").read_text(), nl=False)
+
+
 @app.command("serve")
 def serve_main(
     base_url: Annotated[str, typer.Option(help="Server to test: http://HOST:PORT, with or without /v1.")],

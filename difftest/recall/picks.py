@@ -36,6 +36,7 @@ class LayerDifference:
     """One csa layer (`layer` is the slot) compared over the rows that have more visible entries than picks.
 
     overlap  share of A's picks that B has too: mean, 1st percentile and worst; `worst_row` is the token of the worst.
+    first_row, shared   token by token: how many picks both have, from token `first_row` on.
     """
 
     layer: int
@@ -46,6 +47,8 @@ class LayerDifference:
     worst_row: int
     only_a: tuple[int, ...]
     only_b: tuple[int, ...]
+    first_row: int
+    shared: tuple[int, ...]
 
 
 def decode_picks(text: str, rows: int, topk: int) -> Picks:
@@ -116,11 +119,12 @@ def compare_layers(left: Picks, right: Picks) -> Iterator[LayerDifference]:
         raise ValueError(f"selection is not exercised: {rows} tokens show {visible[-1]} entries, and {topk} are picked")
     entries = int(visible[-1])
     for layer in range(layers):
-        overlap = np.empty(rows - first)
+        shared = np.empty(rows - first, np.int64)
         for start in range(first, rows, ROWS_AT_ONCE):
             part = slice(start, min(rows, start + ROWS_AT_ONCE))
             both = _members(left[part, layer], entries) & _members(right[part, layer], entries)
-            overlap[start - first : part.stop - first] = both.sum(1) / topk
+            shared[start - first : part.stop - first] = both.sum(1)
+        overlap = shared / topk
         worst = int(overlap.argmin())
         a, b = (set(picks[first + worst, layer].tolist()) - {-1} for picks in (left, right))
         yield LayerDifference(
@@ -132,6 +136,8 @@ def compare_layers(left: Picks, right: Picks) -> Iterator[LayerDifference]:
             first + worst,
             tuple(sorted(a - b)),
             tuple(sorted(b - a)),
+            first,
+            tuple(shared.tolist()),
         )
 
 

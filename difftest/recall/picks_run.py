@@ -1,7 +1,10 @@
 """Asks live SGLang servers for the indexer's picks of one needle prompt, and compares them layer by layer."""
 
-from dataclasses import dataclass
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from itertools import takewhile
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -11,7 +14,7 @@ from .conversation import Conversation, Message
 from .failures import Failure
 from .length import EndpointCounter, fit
 from .outcome import AGREES, CANNOT_JUDGE, DISAGREES, TOKENS_AN_ENTRY, worst_code
-from .picks import Picks, check_rules, compare_layers, decode_picks, needle_layers
+from .picks import LayerDifference, Picks, check_rules, compare_layers, decode_picks, needle_layers
 from .serve import SERVER_NAMES, CannotReach, RunOptions, resolve_model
 from .suites.needle import needle
 
@@ -71,7 +74,8 @@ async def picks_of(client: ChatClient, tokens: list[int], topk: int) -> Picks:
 async def compare_picks(options: RunOptions, lengths: tuple[int, ...], console: Console) -> int:
     """Checks the picks at every length, and compares two servers if there are two. Returns the exit code.
 
-    A broken rule is 1. A different selection is no fault by itself (formats differ): its size is printed. Needs
+    A broken rule is 1. A different selection is no fault by itself (formats differ): its size is printed by layer, and
+    written token by token to `picks-LENGTH.jsonl` in the run's folder, one line a layer. Needs
     43,008 B a token and server for V4-Flash (21 layers x 512 picks x 4 B), 0.97 GB at 22,597 tokens.
     """
     codes = [AGREES]
@@ -86,11 +90,11 @@ async def compare_picks(options: RunOptions, lengths: tuple[int, ...], console: 
                     raise CannotReach(f"/tokenize of server {name} failed: {failure}") from failure
                 got[name] = await picks_of(client, prompt.tokens, options.index_topk)
         if prompt:
-            codes.append(_report(length, prompt, got, console))
+            codes.append(_report(length, prompt, got, options.out / f"picks-{length}.jsonl", console))
     return worst_code(*codes)
 
 
-def _report(length: int, prompt: PickedPrompt, got: dict[str, Picks], console: Console) -> int:
+def _report(length: int, prompt: PickedPrompt, got: dict[str, Picks], file: Path, console: Console) -> int:
     code = AGREES
     console.print(f"picks at {len(prompt.tokens):,} tokens (asked for {length:,}), needle in entries {prompt.needle}")
     for name, picks in got.items():
@@ -102,19 +106,21 @@ def _report(length: int, prompt: PickedPrompt, got: dict[str, Picks], console: C
     if len(got) < 2:
         return code
     try:
-        table = _table(*got.values())
+        layers = list(compare_layers(*got.values()))
     except ValueError as error:
         console.print(f"cannot judge the difference: {error}", highlight=False)
         return worst_code(code, CANNOT_JUDGE)
-    console.print(table)
+    console.print(_table(layers))
+    file.write_text("".join(json.dumps(asdict(layer)) + "\n" for layer in layers))
+    console.print(f"token by token: {file}", markup=False, highlight=False, soft_wrap=True)
     return code
 
 
-def _table(left: Picks, right: Picks) -> Table:
+def _table(layers: Sequence[LayerDifference]) -> Table:
     table = Table(title="overlap of picks, A and B", title_justify="left", box=None, pad_edge=False)
     for title in ("slot", "rows", "mean", "p1", "worst", "token", "only A", "only B"):
         table.add_column(title, justify="left" if title.startswith("only") else "right")
-    for layer in compare_layers(left, right):
+    for layer in layers:
         numbers = (f"{value:.4f}" for value in (layer.mean, layer.percentile_1, layer.worst))
         only = (" ".join(map(str, entries[:SHOWN_ENTRIES])) for entries in (layer.only_a, layer.only_b))
         table.add_row(str(layer.layer), str(layer.rows), *numbers, str(layer.worst_row), *only)

@@ -116,10 +116,12 @@ def check_pictures(names: list[str]) -> tuple[str, ...]:
 def show(outcome: object, written: list[Path]) -> None:
     from .conclusion import conclusion
     from .sweep import SweepOutcome
-    from .sweep_report import show_grid
+    from .sweep_report import show_grid, show_summary
 
     assert isinstance(outcome, SweepOutcome)
     show_grid(outcome.cells, console)
+    show_summary(outcome.cells, console)
+    console.print()
     for line in conclusion(outcome.curves, outcome.cells):
         console.print(line.replace("**", ""), markup=False, highlight=False, soft_wrap=True)
     console.print()

@@ -61,3 +61,39 @@ def mark(cells: Sequence[Cell]) -> Text:
     if not any(cell.exercised for cell in cells) and found == total:
         return Text(ALL, "dim")
     return Text(f"{found}/{total}", "green" if found == total else "red" if 2 * found < total else "yellow")
+
+
+def show_summary(cells: Sequence[Cell], console: Console) -> None:
+    """One line a variant, distractor model and k, over the rows that had to choose."""
+    table = Table(title="rows that had to choose", title_justify="left", box=None, pad_edge=False)
+    table.add_column("distractor")
+    table.add_column("k", justify="right")
+    table.add_column("variant")
+    for title in ("found", "worst rank", "least margin", "lost, most margin", "output moved", "by lost needles"):
+        table.add_column(title, justify="right")
+    by: dict[tuple[str, int, str], list[Cell]] = {}
+    for cell in cells:
+        if cell.exercised and cell.result and not cell.below:
+            by.setdefault((cell.distractor, cell.k, cell.variant), []).append(cell)
+    for (distractor, k, variant), found in by.items():
+        table.add_row(distractor, str(k), variant, *_summary(found))
+    console.print(table)
+    console.print("margin: exact score above the cut in units of the variant's declared error bound", style="dim")
+
+
+def _summary(cells: Sequence[Cell]) -> tuple[str, ...]:
+    results = [cell.result for cell in cells if cell.result]
+    kept = [result for result in results if result.selected]
+    lost = [result for result in results if not result.selected]
+    ranks = [result.rank for result in results]
+    margins = [result.margin for result in results if result.margin is not None]
+    lost_margins = [result.margin for result in lost if result.margin is not None]
+    worst = "NaN" if None in ranks else str(max(rank for rank in ranks if rank))
+    return (
+        f"{len(kept)}/{len(results)}",
+        worst,
+        f"{min(margins):.3g}",
+        f"{max(lost_margins):.3g}" if lost_margins else "",
+        f"{sum(result.moved for result in results) / len(results):.1%}",
+        f"{sum(result.loss for result in lost) / len(lost):.0%}" if lost else "",
+    )

@@ -228,6 +228,29 @@ def test_import_makes_a_capture_that_replays(dumped: tuple[Path, dict[int, Tenso
     assert arrival == sorted(arrival)
     trace = get_path("oracle").run(inputs, case.id)
     assert trace.value("attention").isfinite().all()
+    (kept,) = load_captures(tmp_path / "out")
+    traffic = read_traffic(dumped[0], requests=2)
+    for request, hidden in enumerate(traffic.hidden[2]):
+        assert torch.equal(kept.source[f"hidden/{request}"], hidden)
+    without = CliRunner().invoke(capture_app, [*words[:-1], str(tmp_path / "bare"), "--no-keep-hidden"])
+    assert without.exit_code == 0 and load_captures(tmp_path / "bare")[0].source == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("hidden/0", (12, 3), r"source.hidden/0 is torch.bfloat16 \[12, 3\], not torch.bfloat16"),
+        ("hidden/7", (12, 4096), "source.hidden/7 belongs to no request"),
+        ("secret/0", (12, 4096), "source.secret/0 belongs to no request"),
+    ],
+)
+def test_hidden_states_that_do_not_fit_are_named(
+    name: str, shape: tuple[int, int], message: str, tmp_path: Path
+) -> None:
+    source = {name: torch.zeros(shape, dtype=torch.bfloat16)}
+    Capture(case_of(2), generate(case_of(2), 2), source=source).save(tmp_path / "layer.safetensors")
+    with pytest.raises(ValueError, match=message):
+        load_captures(tmp_path)
 
 
 def test_bad_import_is_one_sentence(tmp_path: Path) -> None:

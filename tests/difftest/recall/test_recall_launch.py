@@ -5,8 +5,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import difftest.recall
+from difftest.recall.cli import app
 
 SCRIPT = Path(difftest.recall.__file__).parent / "launch.sh"
 
@@ -32,6 +34,10 @@ def test_bf16_sets_the_flag_and_the_memory_fraction() -> None:
 
 def test_picks_need_unsharded_attention() -> None:
     assert "--enable-return-indexer-topk --attn-dp-size 4" in launch("fp8", PICKS="1").stdout
+
+
+def test_the_command_prints_the_script() -> None:
+    assert CliRunner().invoke(app, ["launch"]).output == SCRIPT.read_text()
 
 
 @pytest.mark.parametrize("words", [[], ["int8"]])

@@ -1,6 +1,7 @@
 """The indexer's picks: decoding, structural rules, difference by layer and token, live servers."""
 
 import base64
+import json
 from pathlib import Path
 
 import numpy as np
@@ -85,6 +86,8 @@ def test_the_difference_is_located() -> None:
     assert (layers[1].worst_row, layers[1].worst) == (row, 7 / 8)
     assert (layers[1].only_a, layers[1].only_b) == ((gone,), (missing,))
     assert layers[1].rows == 3000 - 4 * (TOPK + 1) + 1
+    assert layers[1].first_row == 4 * (TOPK + 1) - 1
+    assert [TOPK - 1 if token == row else TOPK for token in range(layers[1].first_row, 3000)] == list(layers[1].shared)
 
 
 def test_selection_that_is_not_exercised_is_said() -> None:
@@ -117,6 +120,9 @@ def test_picks_of_two_live_servers(tmp_path: Path) -> None:
     assert code == 0, text
     assert "overlap of picks, A and B" in text
     assert "the question picks the needle in" in text
+    lines = [json.loads(line) for line in (tmp_path / "picks-320.jsonl").read_text().splitlines()]
+    assert [line["layer"] for line in lines] == list(range(len(lines)))
+    assert all(len(line["shared"]) == line["rows"] and min(line["shared"]) < TOPK for line in lines)
 
 
 def test_a_broken_rule_on_a_live_server_is_a_disagreement(tmp_path: Path) -> None:

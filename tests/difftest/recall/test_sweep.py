@@ -18,7 +18,7 @@ from difftest.recall.conclusion import conclusion
 from difftest.recall.sweep import SweepOptions, SweepOutcome, options_of, run
 from difftest.recall.sweep_cell import FILE, Cell, read_file
 from difftest.recall.sweep_output import write_curves
-from difftest.recall.sweep_report import show_grid
+from difftest.recall.sweep_report import show_grid, show_summary
 from difftest.recall.variants import HADAMARD, Variant
 from difftest.stages import StageName
 from difftest.trace import StageTensors, Trace
@@ -80,8 +80,10 @@ def test_a_cell_holds_rank_margin_and_cost(swept: SweepOutcome) -> None:
 def test_the_grid_shows_lengths_depths_and_variants(swept: SweepOutcome) -> None:
     console = Console(width=200, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
     show_grid(swept.cells, console)
+    show_summary(swept.cells, console)
     text = console.export_text()
     assert "gaussian, index_topk 512: needles found" in text and "10,498" in text
+    assert "54/54" in text and "least margin" in text
     assert " all " in text and " 2/2 " in text and "s1-tiled-reader" in text
 
 
