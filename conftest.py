@@ -5,6 +5,8 @@ import os
 import pytest
 import torch
 
+pytest_plugins = ["pytester"]
+
 
 def pytest_configure() -> None:
     """Kernels of torch use this worker's share of the cores; two workers with all cores each take twice as long."""

@@ -3,13 +3,18 @@
 Importing this costs every pytest run of an environment that has difftest installed, so nothing heavy is imported here.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from .suite.hooks import Hooks
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .cases.case import Case
+    from .paths.base import Path
+    from .record import Record
     from .suite.lab import Lab
 
 SUITE = ("difftest.suite", "difftest/suite")
@@ -97,3 +102,22 @@ def difftest_lab(request: pytest.FixtureRequest) -> "Lab":
     hooks: Hooks = request.config.pluginmanager.get_plugin("difftest-session")
     option = request.config.getoption
     return Lab(option("--difftest-device"), option("--difftest-policy"), hooks.records, hooks.scratch)
+
+
+@pytest.fixture
+def assert_agrees(request: pytest.FixtureRequest) -> "Callable[..., list[Record]]":
+    """`difftest.testing.assert_agrees` on the command line's device and policy; skips where nothing can be judged."""
+
+    def check(path: "str | Path", case: "str | Case", **rest: Any) -> "list[Record]":
+        from .testing import CannotJudge, assert_agrees
+
+        __tracebackhide__ = True
+        option = request.config.getoption
+        try:
+            return assert_agrees(
+                path, case, device=option("--difftest-device"), policy=option("--difftest-policy"), **rest
+            )
+        except CannotJudge as why:
+            pytest.skip(f"cannot judge: {why}")
+
+    return check

@@ -200,3 +200,15 @@ def test_a_fault_of_the_harness_is_not_a_verdict(
     with pytest.raises(SystemExit) as stopped:
         cli.main()
     assert stopped.value.code == 128 and "internal error: ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_a_truncated_trace_is_named_and_left_alone() -> None:
+    run("--path", "bf16-k", "--keep", "all", out="before")
+    run("--path", "bf16-k", "--keep", "all", out="after")
+    trace = Path("after/traces/small-layer2-bf16-k.safetensors")
+    torn = trace.read_bytes()[:1000]
+    trace.write_bytes(torn)
+    answer = difftest("diff", "before", "after")
+    says = " ".join(answer.output.split())
+    assert answer.exit_code == 2 and f"{trace} cannot be read as a trace" in says and "record it again" in says
+    assert trace.read_bytes() == torn

@@ -8,7 +8,6 @@ import difftest.suite.gather
 import difftest.suite.lab
 import difftest.suite.selection  # noqa: F401  loaded here, so that runs in this process do not load torch each time
 
-pytest_plugins = ["pytester"]
 QUICK = ("--pyargs", "difftest.suite", "-p", "no:cacheprovider", "--difftest-device", "cpu")
 TINY = (
     Case("tiny-9", "gaussian", (9,), rows=2, layers=(0, 1), brief=2, profiles=("smoke",)),
