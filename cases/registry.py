@@ -75,6 +75,15 @@ _NEEDLES = (
 )
 
 _OTHER_LAYERS = (
+    Case(
+        "stack-2117",
+        "gaussian",
+        (2117,),
+        rows=8,
+        layers=tuple(range(43)),
+        profiles=FULL,
+        says="every layer of V4-Flash, each with its own weights",
+    ),
     Case("swa-1029", "gaussian", (1029, 130, 7), rows=16, layers=(0, 1), profiles=FULL, says="window only"),
     Case("hca-4500", "gaussian", (4500, 391), rows=16, layers=(3, 21, 41), profiles=FULL, says="ratio 128"),
     Case(

@@ -125,12 +125,13 @@ def _profile(name: str) -> list[Case]:
 
 
 def _check_layers(case: Case, layers: Sequence[int]) -> None:
-    kind = case.config.kind(case.layers[0])
+    kinds = {case.config.kind(layer) for layer in case.layers}
     for layer in layers:
-        if case.config.kind(layer) != kind:
-            close = sorted(case.config.layers(kind), key=lambda known: abs(known - layer))[:3]
+        if case.config.kind(layer) not in kinds:
+            fitting = [number for kind in kinds for number in case.config.layers(kind)]
+            close = sorted(fitting, key=lambda known: abs(known - layer))[:3]
             raise ValueError(
-                f"layer {layer} is {case.config.kind(layer)} and case {case.id} is for {kind} layers; "
+                f"layer {layer} is {case.config.kind(layer)} and case {case.id} is for {', '.join(sorted(kinds))} layers; "
                 f"the nearest are {', '.join(map(str, sorted(close)))}"
             )
 
