@@ -11,10 +11,11 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
-from .sweep_cli import sweep_main
+from .sweep_cli import show_main, sweep_main
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help="Is a planted fact still found?")
 app.command("sweep")(sweep_main)
+app.command("show")(show_main)
 console = Console()
 errors = Console(stderr=True)
 

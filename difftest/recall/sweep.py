@@ -1,5 +1,6 @@
 """The in-process needle sweep: which planted entries each path and ablation still selects as the context grows."""
 
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from ..paths.base import get_path
 from ..reference.config import load_config
 from ..stages import nearest
 from .curves import Curve, curves
-from .sweep_cell import Cell, Key, Store
+from .sweep_cell import FILE, Cell, Key, Store, read_file
 from .sweep_measure import measure, measure_exact
 from .sweep_world import DISTRACTORS, World, WorldSpec, groups, make_world
 from .variants import (
@@ -156,11 +157,16 @@ def _spread(layers: Sequence[int], count: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class SweepOutcome:
-    """What a sweep found. `exit_code`: 0 no path loses a needle that its formats must keep; 1 one does; 125 nothing
-    could be judged, or a path raised."""
+    """What a sweep found. `measured` cells were new and took `seconds`; the others were resumed.
+
+    `exit_code`: 0 no path loses a needle that its formats must keep; 1 one does; 125 nothing could be judged, or a path
+    raised.
+    """
 
     cells: list[Cell]
     curves: list[Curve]
+    measured: int = 0
+    seconds: float = 0.0
 
     @property
     def exit_code(self) -> int:
@@ -171,10 +177,20 @@ class SweepOutcome:
         return 125 if not judged or any(curve.error for curve in paths) else 0
 
 
+def read(folder: Path) -> SweepOutcome:
+    """What an earlier sweep left, whole or not. ValueError when there is none."""
+    if not (folder / FILE).is_file():
+        raise ValueError(f"{folder} holds no {FILE}; give the --out of a sweep")
+    _, cells = read_file(folder / FILE)
+    return SweepOutcome(cells, curves(cells))
+
+
 def run(options: SweepOptions, folder: Path, progress_on: Console) -> SweepOutcome:
     """Sweeps into `folder`; what is there already is not measured again. ValueError: another sweep's folder."""
+    started = time.monotonic()
     with Store(folder, options.settings()) as store:
         worlds = options.worlds()
+        before = set(store.cells)
         wanted = {key for spec in worlds for variant in options.variants for key in _keys(spec, variant, options.ks)}
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=progress_on, transient=True, disable=not progress_on.is_terminal) as bar:
@@ -187,7 +203,8 @@ def run(options: SweepOptions, folder: Path, progress_on: Console) -> SweepOutco
                 for _ in _sweep_world(world, options, store):
                     bar.update(task, completed=sum(key in store.cells for key in wanted))
         cells = [cell for key, found in store.cells.items() if key in wanted for cell in found]
-    return SweepOutcome(cells, curves(cells))
+        measured = sum(len(found) for key, found in store.cells.items() if key not in before)
+    return SweepOutcome(cells, curves(cells), measured, time.monotonic() - started)
 
 
 def _keys(spec: WorldSpec, variant: Variant, ks: Sequence[int]) -> list[Key]:

@@ -99,11 +99,36 @@ def sweep_main(
     except KeyboardInterrupt:
         stop(INTERRUPTED, f"interrupted; the same command with --out {folder} resumes")
     if as_json:
-        sys.stdout.write(json.dumps(to_json(outcome, options, folder), indent=2) + "\n")
+        facts = {"device": options.device, "skipped_paths": options.skipped}
+        sys.stdout.write(json.dumps({**facts, **to_json(outcome, folder)}, indent=2) + "\n")
     else:
         show(outcome, written)
     missing = any(name in options.skipped for name in path or [])
     raise typer.Exit(outcome.exit_code or (CANNOT_JUDGE if missing else 0))
+
+
+def show_main(
+    directory: Annotated[Path, typer.Argument(help="The --out of a sweep, finished or not.")],
+    picture: Annotated[list[str] | None, typer.Option(help="svg or png (repeatable); svg if none.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print curves and conclusion as JSON.")] = False,
+) -> None:
+    """Show a sweep again from its records alone: grids, conclusion, curves and pictures. Nothing is run.
+
+    Exit codes are those of the sweep.
+    """
+    from . import sweep
+    from .sweep_output import to_json, write_outputs
+
+    try:
+        outcome = sweep.read(directory)
+        written = write_outputs(outcome, directory, check_pictures(picture or []), errors)
+    except ValueError as error:
+        stop(USAGE, str(error))
+    if as_json:
+        sys.stdout.write(json.dumps(to_json(outcome, directory), indent=2) + "\n")
+    else:
+        show(outcome, written)
+    raise typer.Exit(outcome.exit_code)
 
 
 def check_pictures(names: list[str]) -> tuple[str, ...]:
@@ -125,5 +150,8 @@ def show(outcome: object, written: list[Path]) -> None:
     for line in conclusion(outcome.curves, outcome.cells):
         console.print(line.replace("**", ""), markup=False, highlight=False, soft_wrap=True)
     console.print()
+    if outcome.measured:
+        text = f"{outcome.measured:,} of {len(outcome.cells):,} needles measured in {outcome.seconds:.1f} s"
+        console.print(text, highlight=False)
     for file in written:
         console.print(str(file), markup=False, highlight=False, soft_wrap=True)

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from .conclusion import conclusion
 from .curves import Curve
-from .sweep import SweepOptions, SweepOutcome
+from .sweep import SweepOutcome
 from .sweep_cell import FILE
 from .sweep_plot import NoMatplotlib, draw
 
@@ -39,13 +39,12 @@ def write_curves(curves: Sequence[Curve], file: Path) -> None:
                 rows.writerow((*where, point.found, point.total, f"{point.chance:.4f}", point.exercised, curve.shape))
 
 
-def to_json(outcome: SweepOutcome, options: SweepOptions, folder: Path) -> dict[str, Any]:
+def to_json(outcome: SweepOutcome, folder: Path) -> dict[str, Any]:
     """Verdicts and numbers for machines; the cells themselves are in the records file."""
     return {
         "directory": str(folder),
         "exit_code": outcome.exit_code,
-        "device": options.device,
-        "skipped_paths": options.skipped,
+        "seconds": outcome.seconds,
         "curves": [curve_json(curve) for curve in outcome.curves],
         "conclusion": conclusion(outcome.curves, outcome.cells),
     }

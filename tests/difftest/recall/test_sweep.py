@@ -189,6 +189,8 @@ def test_the_command_writes_records_curves_conclusion_and_pictures(tmp_path: Pat
     assert found["curves"][0]["recall"] == {"1000": [3, 3], "2500": [3, 3]}
     assert found["curves"][0]["shape"] == "no loss"
     assert found["conclusion"] == (tmp_path / "conclusion.md").read_text().splitlines()
+    again = CliRunner().invoke(app, ["show", str(tmp_path)])
+    assert again.exit_code == 0 and "No loss at all: sglang-fp8-model (3 of 3)" in again.output
     for name in ("recall-gaussian-path.svg", "recall-gaussian-path.png", "loss-by-margin.svg"):
         assert (tmp_path / name).stat().st_size > 1000
 
@@ -216,6 +218,11 @@ def SglangLive() -> AnyPath:
     from difftest.paths.base import get_path
 
     return get_path("sglang-fp8")
+
+
+def test_a_folder_without_a_sweep_cannot_be_shown(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["show", str(tmp_path)])
+    assert result.exit_code == 2 and "holds no sweep.jsonl" in result.output
 
 
 def test_profiles() -> None:
