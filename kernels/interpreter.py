@@ -88,8 +88,12 @@ def interpreted(tensor: torch.Tensor) -> bool:
     return not tensor.is_cuda
 
 
+NO_EVICTION = tl.constexpr("")
+"""A default string has to be a `constexpr` already: Triton 3.6 wraps default numbers only."""
+
+
 @Device
-def load_bf16(pointer, mask, INTERPRETED: tl.constexpr, EVICTION: tl.constexpr = ""):
+def load_bf16(pointer, mask, INTERPRETED: tl.constexpr, EVICTION: tl.constexpr = NO_EVICTION):
     """Loads bf16 (0 where masked); as fp32 when interpreted, so that no later step sees the interpreter's bf16.
 
     EVICTION: Triton's eviction policy.
