@@ -13,3 +13,15 @@ def apart(*values: float) -> tuple[str, ...]:
 def place(where: dict[str, int]) -> str:
     """Coordinates as "row 3, entry 70"."""
     return ", ".join(f"{name} {number}" for name, number in where.items())
+
+
+def ranges(numbers: list[int]) -> str:
+    """Sorted numbers with runs of three or more joined: "0-3, 7, 9"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    parts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return ", ".join(parts)

@@ -10,6 +10,7 @@ from rich.text import Text
 from ..record import Record
 from ..session import Outcome
 from ..stages import STAGES, StageName
+from ..text import ranges
 from ..verdict import SEVERITY, Verdict, first_divergence
 
 QUALITY = (("topk", "recall", "recall"), ("attention", "relative_error", "attn error"))
@@ -36,7 +37,7 @@ def show(outcome: Outcome, console: Console, by_layer: bool = False) -> None:
         mine = [record for record in outcome.records if record.case == case]
         layers = sorted({record.layer for record in mine})
         kinds = ", ".join(dict.fromkeys(record.kind for record in mine))
-        title = f"{case}   {kinds} layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"
+        title = f"{case}   {kinds} layer{'s' if len(layers) > 1 else ''} {ranges(layers)}"
         console.print(Text(title, style="bold"), soft_wrap=True)
         console.print(_table(mine, bad, by_layer))
         console.print()
