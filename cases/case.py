@@ -28,6 +28,7 @@ class Case:
     brief          how many of them the smoke and default profiles run; full and gpu run all.
     pooled_prefix  entries at the start of each request that are given pooled, for histories too long to pool.
     spare_pages    pages of the pool that no request owns; they hold poison.
+    memory_share   share of a GPU's memory that a path may take beyond the inputs: what a serving process leaves free.
     model          shipped config or path of a config.json; `overrides` replaces single values (a shrunk case uses it).
     profiles       which profiles run it.   says: what it is for, in a line.
     """
@@ -44,6 +45,7 @@ class Case:
     pooled_prefix: int = 0
     shuffled_pages: bool = True
     spare_pages: int = 5
+    memory_share: float = 0.2
     params: dict[str, Any] = field(default_factory=dict)
     model: str = "v4-flash"
     overrides: dict[str, Any] = field(default_factory=dict)

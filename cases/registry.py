@@ -141,6 +141,17 @@ _LONG = (
         profiles=GPU,
         says="8 rows over 262,144 entries, a needle each",
     ),
+    Case(
+        "prefill-22597",
+        "gaussian",
+        (22597,),
+        mode="chunked",
+        chunk=8191,
+        rows=8192,
+        layers=(2,),
+        profiles=GPU,
+        says="8,192 rows at 22,597 tokens, where gathering keys ran out of memory in service",
+    ),
     Case("prefill-8257", "gaussian", (8257,), rows=0, layers=(2,), profiles=GPU, says="every row of a long prefill"),
     Case(
         "decode-ragged-9001",

@@ -17,7 +17,10 @@ from .data_cli import capture_app, census_command, weights_command
 from .diagnose.bisect_cli import bisect_command
 from .diagnose.blame_cli import blame_command
 from .diagnose.shrink_cli import replay_command, shrink_command
+from .mutants.cli import app as mutants_app
 from .recall.cli import app as recall_app
+from .report_cli import report_command
+from .robust_cli import robust_command
 
 AGREES, DISAGREES, USAGE, CANNOT_JUDGE, HARNESS_ERROR = 0, 1, 2, 125, 128
 
@@ -247,6 +250,7 @@ def ledger_command(as_json: Annotated[bool, typer.Option("--json", help="Print a
 
 app.add_typer(baseline_app, name="baseline")
 app.add_typer(capture_app, name="capture")
+app.add_typer(mutants_app, name="mutants")
 app.add_typer(recall_app, name="recall")
 for command in (
     bench_command,
@@ -254,8 +258,10 @@ for command in (
     blame_command,
     census_command,
     replay_command,
+    report_command,
     shrink_command,
     weights_command,
+    robust_command,
 ):
     app.command(command.__name__.removesuffix("_command"))(command)
 

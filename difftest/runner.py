@@ -1,6 +1,5 @@
 """Runs case x layer x path, compares every stage twice and writes the records as they come."""
 
-import resource
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -13,6 +12,7 @@ from .accumulated import check_accumulated
 from .cases.case import Case
 from .cases.generate import generate
 from .isolated import check_isolated
+from .memory import limited, peak_bytes
 from .needle_facts import with_needles
 from .paths.base import CannotFeed, Path, get_path
 from .paths.recorded import Recorded
@@ -64,20 +64,25 @@ def _input_tensors(inputs: LayerInputs) -> Iterator[tuple[str, Tensor]]:
             yield from ((f"{item.name}.{part.name}", getattr(value, part.name)) for part in fields(value))
 
 
-def run_path(path: Path, inputs: LayerInputs, case: str, given: Trace | None = None) -> Result:
+def run_path(
+    path: Path, inputs: LayerInputs, case: str, given: Trace | None = None, memory_share: float = 1.0
+) -> Result:
     """Runs one path stage by stage, with an isolated record of each; stages in `given` are taken from it unjudged.
+
+    memory_share: of the GPU's memory, what a stage may take beyond what is in use.
 
     A stage that raises ends the path: running out of memory and inputs that the path cannot take are results of their
     own (`skipped`), anything else a `crash` finding at that stage, so the records before it say what was verified.
     """
-    result = Result(Trace(case, inputs.layer, path.name), [])
+    result, device = Result(Trace(case, inputs.layer, path.name), []), inputs.row_position.device
     for stage in stages_of(inputs.kind):
         if given and stage in given:
             result.trace.stages[stage] = given[stage]
             continue
-        started, before = time.perf_counter(), _peak_bytes(inputs, reset=True)
+        started, before = time.perf_counter(), peak_bytes(device, reset=True)
         try:
-            result.trace.stages[stage] = path.stage(stage, inputs, result.trace)
+            with limited(device, memory_share):
+                result.trace.stages[stage] = path.stage(stage, inputs, result.trace)
         except (MemoryError, torch.OutOfMemoryError) as error:
             result.records.append(_record(path, inputs, case, stage, skipped=f"out of memory: {_first_line(error)}"))
             return result
@@ -88,7 +93,7 @@ def run_path(path: Path, inputs: LayerInputs, case: str, given: Trace | None = N
             crash = Finding("crash", f"{type(error).__name__}: {_first_line(error)}")
             result.records.append(_record(path, inputs, case, stage, findings=[crash]))
             return result
-        facts = {"seconds": time.perf_counter() - started, "peak_bytes": _peak_bytes(inputs) - before}
+        facts = {"seconds": time.perf_counter() - started, "peak_bytes": peak_bytes(device) - before}
         record = check_isolated(stage, inputs, result.trace, path.declares)
         result.records.append(replace(record, facts={**record.facts, **facts}))
     return result
@@ -107,16 +112,6 @@ def _record(path: Path, inputs: LayerInputs, case: str, stage: StageName, **rest
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def _peak_bytes(inputs: LayerInputs, reset: bool = False) -> int:
-    """Peak memory so far: of the CUDA device the inputs live on, else of this process."""
-    if inputs.row_position.is_cuda:
-        if reset:
-            torch.cuda.reset_peak_memory_stats()
-            return torch.cuda.memory_allocated()
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 @dataclass
@@ -199,7 +194,7 @@ def run_layer(
     oracle = get_path("oracle")
     first = run_path(oracle, inputs, case.id)
     for path in paths:
-        result = first if path.name == oracle.name else run_path(path, inputs, case.id)
+        result = first if path.name == oracle.name else run_path(path, inputs, case.id, memory_share=case.memory_share)
         accumulate(result, inputs, first.trace, path)
         result.records = with_needles(result.records, result.trace, inputs, case)
         yield result
