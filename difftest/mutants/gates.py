@@ -21,15 +21,23 @@ RECALL_SHARE = 0.99
 reaches 0.98 by itself, so a fixed 0.99 would reject it without any fault.)"""
 
 
-def gates(records: Iterable[Record], policy: Policy) -> set[str]:
-    """Every rule that these records break, as "index_k isolated excess" or "topk budget value_recall"."""
+CLEAR = 1.05
+"""A bounded metric counts as a gate of the kept matrix from this multiple of its bound on, so that another processor's
+last bits lose no gate."""
+
+
+def gates(records: Iterable[Record], policy: Policy, clear: float = 1.0) -> set[str]:
+    """Every rule that these records break, as "index_k isolated excess" or "topk budget value_recall".
+
+    clear   multiple of a bound that its metric has to reach.
+    """
     broken: set[str] = set()
     for record in records:
         broken |= {f"{record.stage} {record.comparison} {finding.rule}" for finding in record.findings}
         if record.comparison == "isolated":
             for metric, factor in policy.isolated.items():
                 value, bound = record.metrics.get(metric), record.bounds.get(metric)
-                if value is not None and bound is not None and not value <= factor * bound:
+                if value is not None and bound is not None and not value <= clear * factor * bound:
                     broken.add(f"{record.stage} isolated {metric}")
             continue
         missed = [budget for budget in policy.budgets if budget.missed(record)]
@@ -44,17 +52,17 @@ def calc_diff(got: Tensor, want: Tensor) -> float:
     return 1 - 2 * float((x * y).sum()) / size if size else 0.0
 
 
-def stage_calc_diff(stage: StageName, inputs: LayerInputs, trace: Trace, faultless: Trace) -> float:
+def stage_calc_diff(stage: StageName, inputs: LayerInputs, trace: Trace, reference: Trace) -> float:
     """The largest `calc_diff` of a stage's tensors between two traces, only what the contract gives a meaning.
 
-    score: visible columns. topk: the faultless scores of the picked entries, sorted (what a top-k kernel's test
+    score: visible columns. topk: the reference's scores of the picked entries, sorted (what a top-k kernel's test
     compares). lse: finite values. A shape that differs, or a NaN, is infinitely far.
     """
     if stage not in trace:
         return math.inf
     worst = 0.0
     for name in STAGES[stage].tensors:
-        pair = [_meaning(stage, inputs, owner, faultless, name) for owner in (trace, faultless)]
+        pair = [_meaning(stage, inputs, owner, reference, name) for owner in (trace, reference)]
         if pair[0].shape != pair[1].shape:
             return math.inf
         value = calc_diff(*pair)
@@ -62,13 +70,13 @@ def stage_calc_diff(stage: StageName, inputs: LayerInputs, trace: Trace, faultle
     return worst
 
 
-def _meaning(stage: StageName, inputs: LayerInputs, trace: Trace, faultless: Trace, name: str) -> Tensor:
+def _meaning(stage: StageName, inputs: LayerInputs, trace: Trace, reference: Trace, name: str) -> Tensor:
     tensor = trace[stage][name]
     if stage == "score":
         hidden = torch.arange(tensor.shape[1], device=tensor.device) >= inputs.visible[:, None]
         return tensor.masked_fill(hidden, 0.0)
     if stage == "topk":
-        score = faultless.value("score")
+        score = reference.value("score")
         picked = score.gather(1, tensor.long().clamp(0, score.shape[1] - 1))
         kept = (tensor >= 0) & (tensor < score.shape[1]) & picked.isfinite()
         return picked.masked_fill(~kept, 0.0).sort(1).values

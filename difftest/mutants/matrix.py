@@ -27,9 +27,10 @@ class Row:
     killed_by        every gate that catches it and passes the faultless path.
     calc_diff        DeepGEMM's measure of the stage's output against the faultless path's; `calc_diff_would`: at least
                      1e-3, or not comparable.
-    calc_diff_score  the same of the index scores, the output of an index path; `calc_diff_score_would` likewise.
+    calc_diff_score  the same of the index scores, an index path's output, against fp64; `calc_diff_score_would`: at
+                     least 1e-3, which the faultless path keeps below.
     recall           mean recall@k against fp64; `recall_would`: below 0.99 of the faultless path's.
-    blame            what `difftest blame` says; empty where it was not asked.
+    blame            what `difftest blame` says: its answer, and the stage with the largest share of which consequence.
     """
 
     mutant: str
@@ -62,17 +63,13 @@ def pairs(names: Sequence[str] = (), paths: Sequence[str] = PATHS) -> list[tuple
     return [(mutant, path) for path in paths for mutant in chosen if path in mutant.seeds]
 
 
-def row(bench: Bench, mutant: Mutant, path: str, policy: Policy) -> Row:
-    """Runs one mutant in one path and asks every gate."""
-    return row_of(bench.compare(mutant, path), mutant, path, policy)
-
-
-def row_of(made: Comparison, mutant: Mutant, path: str, policy: Policy) -> Row:
-    """The row of a mutant that was run."""
+def row_of(made: Comparison, mutant: Mutant, path: str, policy: Policy, clear: float = 1.0) -> Row:
+    """The row of a mutant that was run; `clear` as in `gates`."""
     stage = mutant.stage_in(path)
-    [verdict] = judge([replace(record, path=made.path.name) for record in made.result.records], policy)
-    before, after = (
-        stage_calc_diff(of, made.inputs, made.result.trace, made.faultless.trace) for of in (stage, "score")
+    [verdict] = judge(made.renamed, policy)
+    before = stage_calc_diff(stage, made.inputs, made.result.trace, made.faultless.trace)
+    after, clean = (
+        stage_calc_diff("score", made.inputs, trace, made.oracle) for trace in (made.result.trace, made.faultless.trace)
     )
     usual = exercised_recall(made.inputs, made.faultless.trace, made.oracle)
     found = exercised_recall(made.inputs, made.result.trace, made.oracle)
@@ -83,11 +80,11 @@ def row_of(made: Comparison, mutant: Mutant, path: str, policy: Policy) -> Row:
         case=mutant.case.id,
         stage_seeded=stage,
         stage_named=(verdict.stage or "") if verdict.answer == "bug" else "",
-        killed_by=tuple(sorted(gates(made.result.records, policy) - gates(made.faultless.records, policy))),
+        killed_by=tuple(sorted(gates(made.result.records, policy, clear) - gates(made.faultless.records, policy))),
         calc_diff=_short(before),
         calc_diff_would=not before < CALC_DIFF_LIMIT,
         calc_diff_score=_short(after),
-        calc_diff_score_would=not after < CALC_DIFF_LIMIT,
+        calc_diff_score_would=clean < CALC_DIFF_LIMIT and not after < CALC_DIFF_LIMIT,
         recall=_short(found),
         recall_would=found < RECALL_SHARE * usual,
     )
@@ -101,14 +98,15 @@ def build(
     names: Sequence[str] = (),
     paths: Sequence[str] = PATHS,
     policy: str = "default",
+    clear: float = 1.0,
     say: Callable[[Comparison], str] | None = None,
     on_row: Callable[[Row], None] = lambda _: None,
 ) -> list[Row]:
-    """Rows of these mutants and paths (all by default). `say` gives the `blame` column."""
+    """Rows of these mutants and paths (all by default); `clear` as in `gates`, `say` gives the `blame` column."""
     bench, chosen, rows = Bench(), load_policy(policy), []
     for mutant, path in pairs(names, paths):
         made = bench.compare(mutant, path)
-        rows.append(row_of(made, mutant, path, chosen))
+        rows.append(row_of(made, mutant, path, chosen, clear))
         if say:
             rows[-1] = replace(rows[-1], blame=say(made))
         on_row(rows[-1])
@@ -158,3 +156,21 @@ def lost(kept: Iterable[Row], now: Iterable[Row]) -> list[str]:
         if new.stage_named != old.stage_named:
             found.append(f"{where}: named {new.stage_named or 'nothing'}, before {old.stage_named or 'nothing'}")
     return found
+
+
+def cover(rows: Sequence[Row]) -> list[Row]:
+    """Few rows that between them need every gate on the result (accumulated, budget) that kills anything.
+
+    The isolated gates need no cover: the stage at fault alone shows what they say (`Bench.check_stage`). Greedy: always
+    the row that adds most; of equal ones the first.
+    """
+    wanted = {gate for row in rows for gate in _on_result(row)}
+    chosen: list[Row] = []
+    while wanted:
+        chosen.append(max(rows, key=lambda row: len(_on_result(row) & wanted)))
+        wanted -= _on_result(chosen[-1])
+    return chosen
+
+
+def _on_result(row: Row) -> set[str]:
+    return {gate for gate in row.killed_by if " isolated " not in gate}
