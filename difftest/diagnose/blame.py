@@ -92,6 +92,14 @@ class LayerBlame:
         ]
 
     @property
+    def largest(self) -> tuple[StageName, float] | None:
+        """The stage with the largest share of what the answer is about: substitution's own word, checks aside."""
+        if not self.shares or not self.shares.shapley:
+            return None
+        stage = max(self.shares.shapley, key=lambda name: self.shares.shapley[name] if self.shares else 0.0)
+        return stage, self.shares.shapley[stage]
+
+    @property
     def answer(self) -> str:
         """The answer in a line."""
         if self.nothing:
@@ -211,17 +219,25 @@ def _blame_layer(
     fault = inputs_fault(inputs)
     if fault:
         record = Record(case, inputs.layer, inputs.kind, own.name, "kv", "isolated", ORACLE, skipped=fault)
-        return _answer([record], policy, inputs, own, other)
+        return _answer([record], policy, inputs, own, other.name)
     exact = run_path(get_path(ORACLE), inputs, case)
     result = _saved(run, case, inputs, own) if run else run_path(own, inputs, case)
     accumulate(result, inputs, exact.trace, own)
-    found = _answer(result.records, policy, inputs, own, other)
+    found = _answer(result.records, policy, inputs, own, other.name)
     whole = all(stage in result.trace for stage in stages_of(inputs.kind))
     if found.nothing or not whole:
         return found
     against = exact.trace if other.name == ORACLE else _trace_of(run, case, inputs, other)
     sides = Side(result.trace, None if run else own), Side(against, other if other.availability().ok else None)
     return weigh(found, Mixture(inputs, *sides))
+
+
+def blame_result(result: Result, inputs: LayerInputs, exact: Trace, own: Path, policy: Policy) -> LayerBlame:
+    """Blame for a result whose accumulated records are made, against the oracle's trace of the same inputs."""
+    found = _answer(result.records, policy, inputs, own, ORACLE)
+    if found.nothing or any(stage not in result.trace for stage in stages_of(inputs.kind)):
+        return found
+    return weigh(found, Mixture(inputs, Side(result.trace, own), Side(exact, get_path(ORACLE))))
 
 
 def weigh(found: LayerBlame, mixture: Mixture) -> LayerBlame:
@@ -247,7 +263,7 @@ def _primary(found: LayerBlame) -> ConsequenceName | None:
     return lossy[0] if lossy else None
 
 
-def _answer(records: list[Record], policy: Policy, inputs: LayerInputs, own: Path, other: Path) -> LayerBlame:
+def _answer(records: list[Record], policy: Policy, inputs: LayerInputs, own: Path, other: str) -> LayerBlame:
     [verdict] = judge([replace(record, path=own.name) for record in records], policy)
     isolated = {record.stage: failure(record, policy) for record in records if record.comparison == "isolated"}
     kind = inputs.kind
@@ -256,7 +272,7 @@ def _answer(records: list[Record], policy: Policy, inputs: LayerInputs, own: Pat
         layer=verdict.layer,
         kind=kind,
         path=own.name,
-        other=other.name,
+        other=other,
         verdict=verdict,
         failed={stage: fail for stage in stages_of(kind) if (fail := isolated.get(stage))},
         formats={stage: declared_format(stage, own.declares) for stage in stages_of(kind)},
