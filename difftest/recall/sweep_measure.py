@@ -91,17 +91,18 @@ def _cut_entry(score: Tensor, world: World, k: int) -> Tensor:
 
 def measure(world: World, exacts: Sequence[Exact], variant: Variant) -> list[Cell]:
     """One cell a row and k. A variant that raises gives cells that say so instead of ending the sweep."""
-    cells: list[Cell] = []
     try:
         path = variant.make()
         trace = run_scores(path, world)
-        for exact in exacts:
-            trace.stages["topk"] = path.stage("topk", exact.world.inputs, trace)
-            cells += _cells(exact, trace, variant, path.declares)
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        return list(_failed(world, exacts, variant, f"out of memory: {error}"))
     except Exception as error:
-        return list(_failed(world, exacts, variant, f"{type(error).__name__}: {error}"))
+        return [cell for exact in exacts for cell in _failed(exact, variant, error)]
+    cells: list[Cell] = []
+    for exact in exacts:
+        try:
+            trace.stages["topk"] = path.stage("topk", exact.world.inputs, trace)
+            cells += list(_cells(exact, trace, variant, path.declares))
+        except Exception as error:
+            cells += _failed(exact, variant, error)
     return cells
 
 
@@ -154,10 +155,14 @@ def _spread(exact: Exact) -> Tensor:
     return gap[:, 0] / torch.stack([row[:visible].std() for row, visible in rows])
 
 
-def _failed(world: World, exacts: Sequence[Exact], variant: Variant, why: str) -> Iterator[Cell]:
-    first = why.strip().splitlines()[0]
-    for exact in exacts:
-        for row, (length, depth) in enumerate(world.cells):
-            where = (world.spec.distractor, world.spec.layer, world.spec.seed, variant.name, variant.group, exact.k)
-            entry, visible = int(world.entry[row]), int(world.inputs.visible[row])
-            yield Cell(*where, length, depth, entry, visible, None, first)
+def _failed(exact: Exact, variant: Variant, error: Exception) -> list[Cell]:
+    """Cells without a result, and why."""
+    world, text = exact.world, str(error).strip() or type(error).__name__
+    what = "out of memory" if isinstance(error, MemoryError | torch.OutOfMemoryError) else type(error).__name__
+    why = f"{what}: {text.splitlines()[0]}"
+    entry, visible = world.entry.tolist(), world.inputs.visible.tolist()
+    where = (world.spec.distractor, world.spec.layer, world.spec.seed, variant.name, variant.group, exact.k)
+    return [
+        Cell(*where, length, depth, entry[row], visible[row], None, why)
+        for row, (length, depth) in enumerate(world.cells)
+    ]
