@@ -17,6 +17,9 @@ SMALLEST_CAPABILITY = (8, 0)
 OTHER_SCORERS = ("SGLANG_OPT_USE_TILELANG_INDEXER", "SGLANG_OPT_USE_AITER_INDEXER", "SGLANG_FP8_PAGED_MQA_LOGITS_TORCH")
 """Variables by which SGLang scores with functions that read fp8 pages, and that the plugin does not replace."""
 
+ARCHITECTURE = "DeepseekV4ForCausalLM"
+INDEXER_RATIO = 4
+"""Tokens an index entry stands for."""
 FP4_INDEXER = "enable_deepseek_v4_fp4_indexer"
 STORAGE_BACKEND = "hicache_storage_backend"
 
@@ -72,7 +75,7 @@ def check_scorers(environ: Any = os.environ) -> None:
             )
 
 
-def check_arguments(arguments: Any) -> None:
+def check_options(arguments: Any) -> None:
     """Raises Unsupported where SGLang's server arguments ask for what bf16 index keys cannot do."""
     if getattr(arguments, FP4_INDEXER, False):
         raise Unsupported(
@@ -85,6 +88,19 @@ def check_arguments(arguments: Any) -> None:
         raise Unsupported(
             f"--hicache-storage-backend {storage} names stored pages by model alone, so fp8 pages would be read as "
             f"bf16 ones: leave it out with {BF16_INDEX_K}=1 (a host cache in memory is fine)"
+        )
+
+
+def check_model(config: Any) -> None:
+    """Raises Unsupported unless `config`, a Hugging Face config, is of a model with DeepSeek-V4's indexer layers."""
+    names = list(getattr(config, "architectures", None) or ())
+    if ARCHITECTURE not in names:
+        have = ", ".join(names) or "a model that names no architecture"
+        raise Unsupported(f"{BF16_INDEX_K}=1 is for {ARCHITECTURE} and this is {have}: unset it")
+    if INDEXER_RATIO not in (getattr(config, "compress_ratios", None) or ()):
+        raise Unsupported(
+            f"this model has no layer of compression ratio {INDEXER_RATIO}, whose index keys {BF16_INDEX_K}=1 stores: "
+            "unset it"
         )
 
 

@@ -6,7 +6,7 @@ prefill-decode transfers, the host cache and the memory budget follow. What does
 """
 
 import logging
-import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,22 +17,18 @@ from .. import prepare_cuda
 from ..cuda import find_nvcc, kernels
 from ..layout import ENTRY_BYTES, ENTRY_DIM, PAGE_BYTES, PAGE_ENTRIES
 from . import PACKAGE
-from .checks import Unsupported
-from .checks import check_arguments as check
-from .flags import BF16_INDEX_K
+from .checks import INDEXER_RATIO as RATIO
+from .checks import Unsupported, check_model, check_options
 from .switch import PASS_ON, guarded, is_on
 
 logger = logging.getLogger(__name__)
 
-RATIO = 4
-"""Tokens an index entry stands for."""
 FP8_ENTRY_BYTES = 132
 """128 codes and an fp32 scale: the width in which SGLang views a page before it hands it to the scorer."""
 LAYOUT_TAG = "index_k:bf16"
 
 _layers: dict[int, int] = {}
 """Layer of each index buffer, by the address of its first page."""
-_pools: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 def layer_of_pages(pages: Tensor) -> int | None:
@@ -65,13 +61,16 @@ def check_arguments(original: Any, arguments: Any, *rest: Any, **keywords: Any) 
     """AROUND `ServerArgs.check_server_args`: SystemExit where the arguments do not fit bf16 index keys."""
     result = original(arguments, *rest, **keywords)
     if is_on():
-        _refuse(arguments)
+        from sglang.srt.arg_groups.model_override_base import model_config_of
+
+        _refuse(check_options, arguments)
+        _refuse(check_model, model_config_of(arguments).hf_config)
     return result
 
 
-def _refuse(arguments: Any) -> None:
+def _refuse(check: Callable[[Any], None], checked: Any) -> None:
     try:
-        check(arguments)
+        check(checked)
     except Unsupported as error:
         raise SystemExit(f"{PACKAGE}: {error}") from error
 
@@ -98,17 +97,18 @@ def build(original: Any, pool: Any, *arguments: Any, **keywords: Any) -> None:
 def _refuse_fp4() -> None:
     from sglang.srt.runtime_context import get_exec
 
-    _refuse(get_exec().kernel)
+    _refuse(check_options, get_exec().kernel)
 
 
 def check_pool(pool: Any) -> None:
-    """Raises SystemExit unless `pool` has index buffers and each of them has page rows of 16,384 bytes.
+    """Raises SystemExit unless every index buffer of `pool` has page rows of 16,384 bytes.
 
     Registers the layers of its buffers, loads the kernels (never in the middle of a graph capture) and logs the size.
     """
     index = pool.index_pools.get(RATIO)
-    if index is None:
-        raise SystemExit(f"{PACKAGE}: this model has no layer of compression ratio {RATIO}: unset {BF16_INDEX_K}")
+    if index is None:  # a draft model, or a pipeline stage without such layers
+        logger.warning("%s: this pool has no layers of compression ratio %d, and so no index keys", PACKAGE, RATIO)
+        return
     if index.page_size != PAGE_ENTRIES:
         raise SystemExit(f"{PACKAGE}: index pages hold {index.page_size} entries and the kernels take {PAGE_ENTRIES}")
     buffers = index.index_k_with_scale_buffer
@@ -137,7 +137,6 @@ def _register(pool: Any, buffers: list[Tensor]) -> None:
     for layer, item in enumerate(pool.layer_mapping):
         if item is not None and item[0] == RATIO:
             _layers[buffers[item[1]].data_ptr()] = layer
-    _pools.add(pool)
 
 
 @guarded("the view of the index pages", _layer_argument)

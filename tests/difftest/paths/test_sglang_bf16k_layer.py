@@ -147,4 +147,4 @@ def test_a_length_fixed_at_capture_is_found_by_replay(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(steps.scorer, "paged_scores", frozen)
     with pytest.raises(AssertionError, match="score"):
-        assert_agrees(f"{SPEC}:graph=on", DECODE, device="cuda", stages=("score",))
+        assert_agrees(f"{SPEC}:graph=on", DECODE, device="cuda")
