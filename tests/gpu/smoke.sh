@@ -49,12 +49,11 @@ for name in "$@"; do
     layer) step layer 150 60 python3 -m pytest -q -s --tb=short --maxfail=20 -p no:cacheprovider -m gpu tests/difftest/paths/test_sglang_fp8_layer.py ;;
     record) step record 60 20 python3 tests/gpu/record.py "$work/recorded" && tar -C "$work/recorded" -cf "$OUT/recorded.tar" . ;;
     kernels) step kernels 150 25 python3 -m pytest -q --tb=short --maxfail=30 -n 6 -p no:cacheprovider -m gpu tests/kernels ;;
-    prefill) step prefill 60 25 python3 -m pytest -q --tb=short --maxfail=10 -p no:cacheprovider -m gpu tests/kernels/test_prefill_cuda.py ;;
+    sanitize) step sanitize 190 60 tests/gpu/sanitize.sh python3 ;;
+    robust) step robust 60 70 python3 -m difftest robust --path bf16-k --path bf16-k:store=cuda --path sglang-fp8 ;;
+    memory) step memory 90 40 python3 -m difftest run --device cuda --case prefill-22597 --case decode-1048576 --path bf16-k --path bf16-k-naive --path sglang-fp8 --keep none --out "$work/memory" ;;
+    hopper) step hopper 60 25 python3 -m pytest -q --tb=short --maxfail=10 -p no:cacheprovider -m gpu tests/kernels/test_hopper.py tests/difftest/test_memory.py ;;
     bench) step bench 280 60 python3 -m difftest bench --json "$OUT/bench.json" ;;
-    bench-quick) step bench-quick 110 60 python3 -m difftest bench --quick --json "$OUT/bench.json" ;;
-    variants) step variants 60 40 python3 .kbench/var.py ;;
-    exp2) step exp2 110 120 python3 .kbench/exp2.py ;;
-    counters) step counters 60 150 ncu --clock-control none -k prefill_scores --section WarpStateStats --section ComputeWorkloadAnalysis --print-details all --metrics gpu__time_duration.sum,sm__cycles_elapsed.avg.per_second,sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed,sm__inst_issued.avg.pct_of_peak_sustained_elapsed,group:smsp__pcsamp_warp_stall_reasons python3 .kbench/ncu.py ;;
     suite) step suite 200 40 python3 -m pytest -q -p no:cacheprovider -m gpu tests ;;
     run) step run 150 60 python3 -m difftest run --profile smoke --device cuda --path sglang-fp8 --path oracle --out "$work/run" ;;
     *) echo "unknown step $name" ;;
