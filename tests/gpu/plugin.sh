@@ -23,7 +23,7 @@ export PYTHONPATH="$work/site" PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
 export SGLANG_JIT_CACHE_DIR="$work/jit/sglang" TVM_FFI_CACHE_DIR="$work/jit/tvm-ffi" DG_JIT_CACHE_DIR="$work/jit/deep-gemm"
 export TRITON_CACHE_DIR="$work/jit/triton" DIFFTEST_KERNELS_CACHE="$work/jit/kernels"
 export SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK=1 SGLANG_OPT_USE_TILELANG_MHC_PRE=0 SGLANG_OPT_USE_TILELANG_MHC_POST=0
-export SGLANG_OPT_FUSE_MHC_POST_PRE=0 SGLANG_OPT_FP8_WO_A_GEMM=0 SGLANG_DSV4_FP4_EXPERTS=0 HF_HUB_OFFLINE=1
+export SGLANG_OPT_FUSE_MHC_POST_PRE=0 SGLANG_OPT_FP8_WO_A_GEMM=0 SGLANG_DSV4_FP4_EXPERTS=0 HF_HUB_OFFLINE=1 TORCHDYNAMO_DISABLE=1
 
 # The registry imports every model module; the tiny model needs one.
 models=$(cd "$work/site/sglang/srt/models" && ls *.py | sed 's/\.py$//' | grep -v -x -e __init__ -e registry -e deepseek_v4 | paste -sd,)
@@ -41,7 +41,7 @@ one() {
   case $1 in
     check) SGLANG_DSV4_BF16_INDEX_K=1 step check 60 45 python3 -P -m difftest.kernels.sglang_plugin --check ;;
     layer) step layer "${LAYER_S:-150}" 60 python3 -m pytest -q -s --tb=short --maxfail=12 -p no:cacheprovider -m gpu tests/difftest/paths/test_sglang_bf16k_layer.py ;;
-    cost) step cost 100 20 python3 "$work/site/plugin_cost.py" ;;
+    cost) step cost "${COST_S:-100}" 20 python3 "$work/site/plugin_cost.py" ;;
     off) SGLANG_DSV4_BF16_INDEX_K=0 step off "${SERVE_S:-150}" 25 python3 "$work/site/serve.py" "$work/serve" off ;;
     on) SGLANG_DSV4_BF16_INDEX_K=1 DIFFTEST_CAPTURE="$work/capture" step on "${SERVE_S:-150}" 25 python3 "$work/site/serve.py" "$work/serve" on ;;
     compare) step compare 30 20 python3 "$work/site/compare_servers.py" "$work/serve" off on ;;

@@ -63,7 +63,6 @@ CONFIG = {
     "moe_intermediate_size": 256,
     "intermediate_size": 256,
     "hidden_act": "silu",
-    "swiglu_limit": 10.0,
     "hc_mult": 4,
     "hc_sinkhorn_iters": 20,
     "hc_eps": 1e-6,
