@@ -51,7 +51,7 @@ class Server:
             page_size=256,
             context_length=32768,
             chunked_prefill_size=16384,
-            mem_fraction_static=0.3,
+            mem_fraction_static=float(os.environ.get("MEM_FRACTION", "0.3")),
             max_total_tokens=int(os.environ["MAX_TOKENS"]) if "MAX_TOKENS" in os.environ else None,
             max_running_requests=8,
             cuda_graph_bs_decode=[1, BATCH],
