@@ -96,9 +96,10 @@ def about_fp8(found: Sequence[Curve]) -> list[str]:
     low, high = wilson(lost, total)
     share = f"it loses {lost:,} of {total:,} needles ({lost / total:.2%}, 95 % interval {low:.2%} to {high:.2%})"
     if cliffs:
-        where = _where(cliffs)
-        return [f"**fp8 alone does produce a cliff near 4.5k** ({name}): {where}; {share}."]
+        return [f"**fp8 alone does produce a cliff near 4.5k** ({name}): {_where(cliffs)}; {share}."]
+    where = [f"{c.distractor} with k {c.k} {c.lost} of {c.total}" for c in mine if c.lost]
     text = f"**fp8 alone does not produce a cliff near 4.5k** ({name}): {share}"
+    text += f", all of them under {', '.join(where)}" if where else ""
     if others:
         text += f", and has a cliff elsewhere: {_where(others)}"
     gradual = [curve for curve in mine if curve.shape == "gradual loss"]

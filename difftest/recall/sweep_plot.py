@@ -15,6 +15,8 @@ MARKERS = "osD^vP*Xph<>"
 BINS = 12
 """Margin bins of the loss picture, evenly spaced in log2 over SPAN."""
 SPAN = (-6.0, 1.0)
+FEWEST = 8
+"""Needles that a bin must hold to be drawn."""
 
 
 class NoMatplotlib(Exception):
@@ -89,11 +91,12 @@ def loss_figure(pyplot: Any, cells: Sequence[Cell]) -> Any:
             if cell.variant == name and cell.result and cell.result.margin is not None and cell.result.margin > 0:
                 at = math.floor((min(math.log2(cell.result.margin), SPAN[1] - width) - SPAN[0]) / width)
                 bins.setdefault(max(0, at), []).append(not cell.result.selected)
+        bins = {at: lost for at, lost in bins.items() if len(lost) >= FEWEST}
         middles = [2 ** (SPAN[0] + (at + 0.5) * width) for at in sorted(bins)]
         shares = [sum(bins[at]) / len(bins[at]) for at in sorted(bins)]
         errors = [wilson(sum(bins[at]), len(bins[at])) for at in sorted(bins)]
-        low = [share - pair[0] for share, pair in zip(shares, errors, strict=True)]
-        high = [pair[1] - share for share, pair in zip(shares, errors, strict=True)]
+        low = [max(0.0, share - pair[0]) for share, pair in zip(shares, errors, strict=True)]
+        high = [max(0.0, pair[1] - share) for share, pair in zip(shares, errors, strict=True)]
         style = MARKERS[place % len(MARKERS)]
         axis.errorbar(
             middles, shares, yerr=[low, high], marker=style, markersize=4, linewidth=1, elinewidth=0.5, label=name

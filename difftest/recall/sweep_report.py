@@ -11,6 +11,9 @@ from .sweep_cell import Cell
 ALL = "all"
 """Shown where every entry is selected: nothing can be lost there, so nothing is shown by it."""
 
+LEGEND = """margin: exact score of the needle above the cut, in units of the variant's declared error bound; lost up to: most
+margin of a lost needle; moved: mean relative change of the attention output by the variant's selection"""
+
 
 def depth_name(depth: float, depths: Sequence[float]) -> str:
     """start, middle and end for three depths, else the share."""
@@ -64,21 +67,21 @@ def mark(cells: Sequence[Cell]) -> Text:
 
 
 def show_summary(cells: Sequence[Cell], console: Console) -> None:
-    """One line a variant, distractor model and k, over the rows that had to choose."""
-    table = Table(title="rows that had to choose", title_justify="left", box=None, pad_edge=False)
-    table.add_column("distractor")
-    table.add_column("k", justify="right")
-    table.add_column("variant")
-    for title in ("found", "worst rank", "least margin", "lost, most margin", "output moved", "by lost needles"):
-        table.add_column(title, justify="right")
-    by: dict[tuple[str, int, str], list[Cell]] = {}
+    """One table a distractor model and k, a line a variant, over the rows that had to choose."""
+    by: dict[tuple[str, int], dict[str, list[Cell]]] = {}
     for cell in cells:
         if cell.exercised and cell.result and not cell.below:
-            by.setdefault((cell.distractor, cell.k, cell.variant), []).append(cell)
-    for (distractor, k, variant), found in by.items():
-        table.add_row(distractor, str(k), variant, *_summary(found))
-    console.print(table)
-    console.print("margin: exact score above the cut in units of the variant's declared error bound", style="dim")
+            by.setdefault((cell.distractor, cell.k), {}).setdefault(cell.variant, []).append(cell)
+    for (distractor, k), variants in by.items():
+        table = Table(title=f"{distractor}, index_topk {k}: rows that had to choose", title_justify="left", box=None)
+        table.add_column("variant", no_wrap=True)
+        for title in ("found", "worst rank", "least margin", "lost up to", "moved"):
+            table.add_column(title, justify="right")
+        for variant, found in variants.items():
+            table.add_row(variant, *_summary(found))
+        console.print(table)
+    if by:
+        console.print(LEGEND, style="dim", highlight=False)
 
 
 def _summary(cells: Sequence[Cell]) -> tuple[str, ...]:
@@ -95,5 +98,4 @@ def _summary(cells: Sequence[Cell]) -> tuple[str, ...]:
         f"{min(margins):.3g}",
         f"{max(lost_margins):.3g}" if lost_margins else "",
         f"{sum(result.moved for result in results) / len(results):.1%}",
-        f"{sum(result.loss for result in lost) / len(lost):.0%}" if lost else "",
     )

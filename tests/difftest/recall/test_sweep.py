@@ -83,7 +83,7 @@ def test_the_grid_shows_lengths_depths_and_variants(swept: SweepOutcome) -> None
     show_summary(swept.cells, console)
     text = console.export_text()
     assert "gaussian, index_topk 512: needles found" in text and "10,498" in text
-    assert "54/54" in text and "least margin" in text
+    assert "54/54" in text and "least margin" in text and "lost up to" in text
     assert " all " in text and " 2/2 " in text and "s1-tiled-reader" in text
 
 
