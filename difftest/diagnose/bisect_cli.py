@@ -14,6 +14,7 @@ from rich.console import Console
 
 from . import bisect_report
 from .bisect import bisect_commits, check_repository
+from .bundle import load as load_bundle
 from .ledger import Ledger
 from .outcome import Outcome
 from .plans import CommitPlan, VersionPlan, plan_from_json, plan_to_json
@@ -52,7 +53,9 @@ def bisect_command(
     path: Annotated[str, typer.Option(help="Path that the case or bundle runs under.")] = "",
     layer: Annotated[int | None, typer.Option(help="Layer that the case runs on.")] = None,
     bundle: Annotated[Path | None, typer.Option(help="Judge by `difftest replay` of this bundle.")] = None,
-    stage: Annotated[str, typer.Option(help="Only a failure at this stage is bad; others are skipped.")] = "",
+    stage: Annotated[
+        str, typer.Option(help="Only a failure at this stage (a bundle's own) is bad; others are skipped.")
+    ] = "",
     build: Annotated[
         str,
         typer.Option(help="Shell command after every checkout ('pip install -e .'); a failure skips the commit."),
@@ -122,9 +125,8 @@ def bisect_command(
             ledger = Ledger.open(resume)
             plan = plan_from_json(ledger.plan)
         else:
-            judged_by = Command(
-                _verdict(command or [], case, path, layer, bundle), bool(case or bundle), timeout, stage
-            )
+            line = _verdict(command or [], case, path, layer, bundle)
+            judged_by = Command(line, bool(case or bundle), timeout, stage or _stage_of(bundle))
             test = SequentialTest(good_rate, bad_rate, alpha, beta, trials)
             if package:
                 _refuse_for_versions(build, only, good, bad)
@@ -161,6 +163,11 @@ def _verdict(command: list[str], case: str, path: str, layer: int | None, bundle
         raise Refused(f"--bundle {bundle} does not exist; give what `difftest shrink` wrote")
     under = f" --path {shlex.quote(path)}" if path else ""
     return f"{HARNESS} replay {shlex.quote(str(bundle.resolve()))}{under} --json"
+
+
+def _stage_of(bundle: Path | None) -> str:
+    """The stage at which a bundle fails: a commit that fails elsewhere says nothing about it. ValueError if broken."""
+    return load_bundle(bundle).signature.stage if bundle else ""
 
 
 def _quoted(word: str) -> str:

@@ -135,14 +135,15 @@ def _check_file(folder: Path, name: str, wanted: Any) -> None:
         raise ValueError(f"{folder / MANIFEST} lists {name!r}, which is no file of a bundle; shrink the case again")
     if not file.is_file():
         raise ValueError(f"{folder} is not whole: {name} is missing; copy the bundle again")
-    found = _checksum(file)
+    found = checksum(file)
     if found != wanted:
         cut = found["bytes"] != wanted.get("bytes")
         how = f"has {found['bytes']} bytes of {wanted.get('bytes')}" if cut else "has other contents than when written"
         raise ValueError(f"{file} {how}; copy the bundle again")
 
 
-def _checksum(file: Path) -> dict[str, Any]:
+def checksum(file: Path) -> dict[str, Any]:
+    """Size in bytes and SHA-256 of a file, as the manifest keeps them."""
     raw = file.read_bytes()
     return {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
 
@@ -199,5 +200,5 @@ def _manifest(folder: Path, shrunk: Shrunk, path: TestedPath, origin: Origin) ->
         "tries": shrunk.tries,
         "finished": shrunk.finished,
         "environment": environment(),
-        "files": {file.name: _checksum(file) for file in sorted(folder.iterdir()) if file.name != MANIFEST},
+        "files": {file.name: checksum(file) for file in sorted(folder.iterdir()) if file.name != MANIFEST},
     }

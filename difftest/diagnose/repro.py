@@ -7,8 +7,8 @@ from typing import NamedTuple
 from ..paths.base import Path, get_path
 from .signature import Signature
 
-PAGE = 60
-"""Lines of a page."""
+PAGE = 66
+"""Lines of a printed page: 11 inches at 6 lines an inch."""
 
 
 class Maker(NamedTuple):
@@ -39,17 +39,17 @@ def _importable(kind: type) -> bool:
 def script(made: Maker, signature: Signature, title: str, sentence: str, device: str) -> str:
     """The text of the script; at most PAGE lines."""
     rule = signature.rule if signature.rule in CHECKS else "topk" if signature.stage == "topk" else "excess"
-    text = TEMPLATE.format(
+    chained = "" if signature.comparison == "accumulated" else "name: stages[name] for name in stages if name != STAGE"
+    return TEMPLATE.format(
         title=title,
-        sentence=textwrap.fill(sentence.replace("\\", "/").replace('"', "'"), 116, max_lines=3),
+        sentence=textwrap.fill(sentence.replace("\\", "/").replace('"', "'"), 116, max_lines=2),
         line=made.line,
         path=made.expression,
         stage=signature.stage,
-        given="{}" if signature.comparison == "accumulated" else "stages",
+        given=f"{{{chained}}}",
         where=f'.to("{device}")' if device != "cpu" else "",
         check=textwrap.indent(textwrap.dedent(CHECKS[rule]).strip(), "    "),
     )
-    return text
 
 
 TEMPLATE = '''\
@@ -65,7 +65,7 @@ import torch
 {line}
 
 STAGE = "{stage}"
-DTYPES = {{"F64": "float64", "F32": "float32", "BF16": "bfloat16", "I64": "int64", "I32": "int32", "U8": "uint8"}}
+TYPE = dict(F64=torch.float64, F32=torch.float32, BF16=torch.bfloat16, I64=torch.int64, I32=torch.int32, U8=torch.uint8)
 
 def load(name):
     raw = Path(__file__).with_name(name).read_bytes()  # safetensors: header size, JSON header, tensors
@@ -74,8 +74,7 @@ def load(name):
     facts, tensors = header.pop("__metadata__", {{}}), {{}}
     for key, item in header.items():
         first, last = item["data_offsets"]
-        body = bytearray(raw[start + first : start + last] or 8)
-        flat = torch.frombuffer(body, dtype=getattr(torch, DTYPES[item["dtype"]]))
+        flat = torch.frombuffer(bytearray(raw[start + first : start + last] or 8), dtype=TYPE[item["dtype"]])
         tensors[key] = flat[: torch.Size(item["shape"]).numel()].reshape(item["shape"])
     return facts, tensors
 
@@ -97,10 +96,10 @@ def faults(inputs, stages, got, limit):
 
 inputs, stages = layer(*load("inputs.safetensors")){where}, {{}}
 for key, tensor in load("got.safetensors")[1].items():
-    if not key.startswith(STAGE + "."):
-        stages.setdefault(key.split(".")[0], {{}})[key.split(".", 1)[1]] = tensor{where}
+    stages.setdefault(key.split(".")[0], {{}})[key.split(".", 1)[1]] = tensor{where}
+given = {given}
 try:
-    trace = {path}.run(inputs, "repro", given={given}, upto=STAGE)
+    trace = {path}.run(inputs, "repro", given=given, upto=STAGE)
     got = {{name: tensor.cpu() for name, tensor in trace[STAGE].items()}}
     found = list(faults(inputs, trace, got, load("expected.safetensors")[1]))
 except Exception as error:
@@ -155,13 +154,12 @@ CHECKS: Mapping[str, str] = {
         for row, visible in enumerate(inputs.visible.tolist()):
             score = stages["score"]["value"][row, :visible].double().nan_to_num(nan=-torch.inf).tolist()
             chosen, wanted = got["value"][row].tolist(), min(visible, got["value"].shape[1])
-            picked = [entry for entry in chosen if entry >= 0]
-            left = sorted({*range(visible)} - {*picked}, key=score.__getitem__)
-            if len({*picked} & {*range(visible)}) != wanted or chosen != picked + [-1] * (len(chosen) - wanted):
+            picked = [entry for entry in chosen if 0 <= entry < visible]
+            left = max((score[entry] for entry in range(visible) if entry not in picked), default=-torch.inf)
+            if len({*picked}) != wanted or chosen != picked + [-1] * (len(chosen) - wanted):
                 yield f"row {row}: {chosen} is not {wanted} different entries below {visible}, padding behind them"
-            elif left and score[left[-1]] > min(score[entry] for entry in picked):
-                last = min(picked, key=score.__getitem__)
-                yield f"row {row} leaves out entry {left[-1]}, score {score[left[-1]]}, for {last}, {score[last]}"
+            elif left > min((score[entry] for entry in picked), default=torch.inf):
+                yield f"row {row} selects {picked} and leaves out a score of {left}; its scores are {score}"
     """,
     "uniform_scale": """
         shown = limit["value.exact"].isfinite()

@@ -17,6 +17,7 @@ SECONDS = 90.0
 """Time a search may take unless told; with the runs before and after it, a command stays within two minutes."""
 
 REPEATS = 5
+LEAST_REPEATS = 3
 """Runs of the case as it is before anything is shrunk: a failure that is always the same, or flaky."""
 
 FLAKY_RUNS = 20
@@ -141,9 +142,9 @@ def _nothing(seen: Examined) -> tuple[str, int]:
 
 
 def _steady(run: Callable[[], Examined], seconds: float) -> Examined:
-    """What REPEATS runs (2 at least, fewer when they take long) agree on. Flaky with the observed rate otherwise."""
+    """What REPEATS runs agree on (LEAST_REPEATS when they take long). Flaky with the observed rate otherwise."""
     started = time.monotonic()
-    runs = [run(), run()]
+    runs = [run() for _ in range(LEAST_REPEATS)]
     while len(runs) < REPEATS and time.monotonic() - started < seconds:
         runs.append(run())
     first = runs[0]

@@ -1,8 +1,10 @@
 """Real git repositories, made on the spot."""
 
 import os
+import shutil
 import subprocess
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -114,3 +116,45 @@ def search_commits(
 @pytest.fixture
 def search() -> Callable[..., Outcome]:
     return search_commits
+
+
+FAULTY = {
+    "no-hadamard": "NoHadamard",
+    "entry-as-position": "EntryAsPosition",
+    "bias-phase": "BiasPhase",
+    "no-relu": "NoRelu",
+    "rounded-score": "RoundedScore",
+    "loses-last": "LosesLast",
+    "page-edge": "PageEdge",
+    "no-sink": "NoSink",
+    "second-request-crashes": "SecondRequestCrashes",
+    "full-width-only": "FullWidthOnly",
+    "flaky": "Flaky",
+    "neighbours-key": "NeighboursKey",
+}
+
+
+def install_paths(folder: Path, module: Path, paths: dict[str, str]) -> Path:
+    """Puts `module` and an entry point for each of its path classes into `folder`, as an installed package has them."""
+    info = folder / f"{module.stem}.egg-info"
+    info.mkdir(parents=True)
+    shutil.copy(module, folder)
+    (info / "PKG-INFO").write_text(f"Metadata-Version: 2.1\nName: {module.stem}\nVersion: 0.1\n")
+    lines = [f"{name} = {module.stem}:{kind}" for name, kind in paths.items()]
+    (info / "entry_points.txt").write_text("\n".join(["[difftest.paths]", *lines, ""]))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder with `faulty_paths`, importable here and in subprocesses; FAULTY names its paths."""
+    module = Path(__file__).with_name("faulty_paths.py")
+    folder = install_paths(tmp_path_factory.mktemp("faulty") / "site", module, FAULTY)
+    sys.path.insert(0, str(folder))
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *([before] if before else [])])
+    yield folder
+    sys.path.remove(str(folder))
+    os.environ.pop("PYTHONPATH")
+    if before:
+        os.environ["PYTHONPATH"] = before

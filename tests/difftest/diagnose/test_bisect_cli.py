@@ -78,13 +78,6 @@ def test_a_case_is_judged_by_difftest_run_with_the_interpreter_of_the_tree(histo
     assert Ledger.open(tmp_path / "run").plan["command"]["usage_skips"] is True
 
 
-def test_a_bundle_is_judged_by_difftest_replay(history, tmp_path):
-    repo = history.linear(2, 2)
-    (tmp_path / "bundle").mkdir()
-    line = line_of(tmp_path, "--repo", repo.root, "--bundle", tmp_path / "bundle")
-    assert line == "{python} -P -m difftest replay " + f"{tmp_path}/bundle --json"
-
-
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
