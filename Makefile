@@ -4,7 +4,7 @@ TORCH  ?= torch==2.13.0
 BIN    := .venv/bin
 READY  := .venv/.ready
 
-.PHONY: run test lint bench-cpu clean
+.PHONY: run test lint bench-cpu sanitize clean
 
 run: $(READY)
 	$(BIN)/difftest run
@@ -28,6 +28,10 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install -q "$(TORCH)"
 	$(BIN)/python -m pip install -q -e ".[dev]"
 	touch $(READY)
+
+# compute-sanitizer over the bf16 kernels; needs a GPU and the CUDA toolkit.
+sanitize: $(READY)
+	tests/gpu/sanitize.sh $(BIN)/python
 
 clean:
 	rm -rf .venv build dist site *.egg-info

@@ -58,12 +58,12 @@ def reads() -> list[Read]:
     ]
 
 
-def check(read: Read, device: str) -> Iterator[Verdict]:
+def check(read: Read, device: str, repeats: int = REPEATS) -> Iterator[Verdict]:
     """Verdicts on one read on `device`: repeat, batch, poison, guards, and on a GPU graph."""
     s = scene(read.counts, read.next_n, device, SEED)
     base = _run(read, s)
     yield verdict(read.name, "score", "exercised", "" if bool(base.isfinite().any()) else "no score is finite")
-    yield verdict(read.name, "score", f"{REPEATS} runs bitwise equal", _repeats(read, s, base))
+    yield verdict(read.name, "score", f"{repeats} runs bitwise equal", _repeats(read, s, base, repeats))
     yield verdict(read.name, "score", "batch invariance", _alone(read, s, base))
     yield verdict(read.name, "score", "poison unseen", _poison(read, s, base))
     yield verdict(read.name, "score", "guards untouched", _guards(read, s, base))
@@ -76,8 +76,8 @@ def _run(read: Read, s: Scene, fill: float = math.nan) -> Tensor:
     return read.scores(s, out)
 
 
-def _repeats(read: Read, s: Scene, base: Tensor) -> str:
-    for number in range(1, REPEATS):
+def _repeats(read: Read, s: Scene, base: Tensor, repeats: int) -> str:
+    for number in range(1, repeats):
         again = _run(read, s)
         if not same_bits(again, base):
             return f"run {number} and the first: {difference(again, base)}"

@@ -60,15 +60,17 @@ def modules(device: str) -> dict[str, tuple[ModuleType, ModuleType]]:
     return found
 
 
-def check(device: str) -> Iterator[Verdict]:
+def check(device: str, repeats: int = REPEATS) -> Iterator[Verdict]:
     """Verdicts on every store and query kernel that runs on `device`."""
     given = operands(device)
     for name, (stores, queries) in modules(device).items():
-        yield from check_store(f"store, {name}", stores.store, given, device)
-        yield from check_query(f"query, {name}", queries.prepare_query, given, device)
+        yield from check_store(f"store, {name}", stores.store, given, device, repeats)
+        yield from check_query(f"query, {name}", queries.prepare_query, given, device, repeats)
 
 
-def check_store(name: str, kernel: Callable[..., None], given: Operands, device: str) -> Iterator[Verdict]:
+def check_store(
+    name: str, kernel: Callable[..., None], given: Operands, device: str, repeats: int = REPEATS
+) -> Iterator[Verdict]:
     """Verdicts on one store."""
 
     def run(pick: Tensor) -> Stored:
@@ -82,7 +84,7 @@ def check_store(name: str, kernel: Callable[..., None], given: Operands, device:
 
     every = torch.arange(ENTRIES, device=device)
     base, cache = run(every)
-    yield verdict(name, "index_k", f"{REPEATS} runs bitwise equal", _repeats(lambda: run(every)[1], cache))
+    yield verdict(name, "index_k", f"{repeats} runs bitwise equal", _repeats(lambda: run(every)[1], cache, repeats))
     kept = every[given.slots >= 0]
     alone = torch.cat([run(kept[number : number + 1])[0] for number in range(0, len(kept), 9)])
     want = base[::9].contiguous()
@@ -105,7 +107,11 @@ def _only_slots(cache: Tensor, slots: Tensor) -> str:
 
 
 def check_query(
-    name: str, kernel: Callable[..., tuple[Tensor, Tensor | None]], given: Operands, device: str
+    name: str,
+    kernel: Callable[..., tuple[Tensor, Tensor | None]],
+    given: Operands,
+    device: str,
+    repeats: int = REPEATS,
 ) -> Iterator[Verdict]:
     """Verdicts on one query kernel."""
     positions = given.positions[:ROWS].contiguous()
@@ -116,7 +122,7 @@ def check_query(
         return torch.cat((out.float().flatten(1), weight), 1)
 
     base = run()
-    yield verdict(name, "index_q", f"{REPEATS} runs bitwise equal", _repeats(run, base))
+    yield verdict(name, "index_q", f"{repeats} runs bitwise equal", _repeats(run, base, repeats))
     alone = torch.cat([run(slice(row, row + 1)) for row in range(ROWS)])
     yield verdict(name, "index_q", "batch invariance", "" if same_bits(alone, base) else difference(alone, base))
     if device == "cuda":
@@ -124,8 +130,8 @@ def check_query(
         yield verdict(name, "index_q", "graph replay equals eager", _graph(lambda: target.copy_(run()), target, base))
 
 
-def _repeats(run: Callable[[], Tensor], base: Tensor) -> str:
-    for number in range(1, REPEATS):
+def _repeats(run: Callable[[], Tensor], base: Tensor, repeats: int) -> str:
+    for number in range(1, repeats):
         again = run()
         if not same_bits(again, base):
             return f"run {number} and the first: {difference(again, base)}"

@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from difftest import runner
 from difftest.cases.registry import all_cases
+from difftest.reference.inputs import LayerInputs
+
+from difftest import runner
 from difftest.memory import limited, peak_bytes
 from difftest.paths.base import Path
 from difftest.paths.oracle import Oracle
-from difftest.reference.inputs import LayerInputs
 from difftest.runner import run_layer
 from difftest.session import find_case
 from difftest.trace import StageTensors, Trace
