@@ -11,7 +11,7 @@ from .sweep_cell import Cell
 ALL = "all"
 """Shown where every entry is selected: nothing can be lost there, so nothing is shown by it."""
 
-LEGEND = """margin: exact score of the needle above the cut, in units of the variant's declared error bound; lost up to: most
+LEGEND = """margin: exact score of the needle above the cut, in units of the declared error bound; lost up to: largest
 margin of a lost needle; moved: mean relative change of the attention output by the variant's selection"""
 
 
