@@ -34,7 +34,7 @@ CHUNK_BYTES = 2**26
 
 DISTRACTORS = {
     "gaussian": "independent Gaussian keys, the needle 6 standard deviations above their mean score",
-    "near-duplicate": "every entry a copy of one text, a third of fp8's rounding error apart; the needle is the best copy",
+    "near-duplicate": "copies of one text, a third of fp8's rounding error apart; the needle is the best copy",
     "heavy-tailed": "Student-t values with 3 degrees of freedom in keys, gates, queries and weights",
     "outlier-heavy": "4 channels 24 times as large as the rest, as trained models have them",
     "adversarial": "Gaussian keys, the needle 1/64 to 1/4 of fp8's error bound above the cut",
