@@ -17,7 +17,9 @@ template <int kRows>
 struct Layout {
   static constexpr int kQueryAtomBytes = kRows * kHeads * kAtomBytes;
   static constexpr int kQueryBytes = kQueryAtomBytes * kAtoms;
-  static constexpr int kStages = (kMemory - kQueryBuffers * kQueryBytes) / kKeyBytes;
+  // A multiple of kGroups, so that a stage always belongs to the same warpgroup, which then sees each of its phases: copies
+  // may arrive out of order, and a phase that a warpgroup skipped could be taken for the one that it waits for.
+  static constexpr int kStages = (kMemory - kQueryBuffers * kQueryBytes) / kKeyBytes / kGroups * kGroups;
 
   struct Shared {
     alignas(1024) unsigned char query[kQueryBuffers][kQueryBytes];
@@ -28,7 +30,7 @@ struct Layout {
     uint64 query_full[kQueryBuffers];
     uint64 query_empty[kQueryBuffers];
   };
-  static_assert(sizeof(Shared) + 1024 == 231424, "SHARED_BYTES of hopper.py");
+  static_assert(sizeof(Shared) + 1024 <= 231424, "SHARED_BYTES of hopper.py");
 };
 
 // Feeds queries and pages; one warp. Lane l reads the id of every 32nd page, one batch ahead of the copies.

@@ -7,7 +7,7 @@ import torch
 from difftest.kernels import hopper
 from difftest.kernels.layout import PAGE_BYTES, PAGE_ENTRIES, POISON_BYTE, empty_cache, write_slots
 from difftest.kernels.score import contiguous_scores, paged_scores
-from difftest.kernels.tile import HOPPER_TILE, PREFILL
+from difftest.kernels.tile import HOPPER_TILE, PREFILL, Tile
 from difftest.reference.indexer import score as exact_score
 from torch import Tensor
 
@@ -108,6 +108,23 @@ def test_bits_are_those_of_the_triton_kernel(gpu: torch.device, rows: int) -> No
     lengths = torch.full((rows,), 1000, device=gpu)
     got = contiguous_scores(query, weight, key, lengths, width=1000, tile=HOPPER_TILE)
     assert torch.equal(got, contiguous_scores(query, weight, key, lengths, width=1000, tile=PREFILL))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("next_n", [1, 2, 64])
+def test_rings_that_wrap_many_times(gpu: torch.device, next_n: int) -> None:
+    """Hundreds of tiles a block, from more memory than any cache holds: copies arrive late and out of order."""
+    requests, count = 64 // next_n, 32_768
+    cache = torch.empty(requests * count // PAGE_ENTRIES, PAGE_BYTES, dtype=torch.uint8, device=gpu)
+    cache.view(torch.bfloat16).normal_()
+    table = torch.randperm(len(cache), device=gpu).to(torch.int32).view(requests, -1)
+    query, weight, _ = operands(64, 1, gpu)
+    lengths = torch.full((64,), count - 5, dtype=torch.int32, device=gpu)
+    arguments = (query, weight, cache, table, lengths)
+    triton = PREFILL if next_n > 2 else Tile(group=next_n)
+    want = paged_scores(*arguments, width=count, next_n=next_n, tile=triton)
+    for _ in range(10):
+        assert torch.equal(paged_scores(*arguments, width=count, next_n=next_n, tile=HOPPER_TILE), want)
 
 
 @pytest.mark.gpu
