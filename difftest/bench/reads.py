@@ -70,6 +70,7 @@ def decode(pools: Pools, shape: DecodeShape, tuned: bool) -> list[Contender]:
     if tuned:
         tune("decode", len(lengths), width, shape.next_n, lambda tile: ours(tables[0], tile), out.device)
     tile = choose("decode", len(lengths), width, shape.next_n, out.device)
+    plain = portable("decode", shape.next_n, out.device)
     keys, scores = sum(shape.lengths), sum(shape.lengths) * shape.next_n
     rest = scores * SCORE_BYTES + operands.query.nbytes
 
@@ -81,6 +82,7 @@ def decode(pools: Pools, shape: DecodeShape, tuned: bool) -> list[Contender]:
         contender(FP8, later(lambda: fp8_decode(pools, operands.codes, operands.weight, tables, lengths, shape)),
                   FP8_ENTRY_BYTES, result_bytes=out.nbytes),
         contender(BF16, [partial(ours, table) for table in tables], ENTRY_BYTES, note=describe(tile)),
+        contender(TRITON, [partial(ours, table, plain) for table in tables], ENTRY_BYTES, note=describe(plain)),
     ]  # fmt: skip
     if shape.name == NAIVE_SHAPE:
         request = torch.arange(len(lengths), device="cuda")

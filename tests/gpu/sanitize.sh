@@ -11,7 +11,7 @@ failed=0
 "$python" -P tests/gpu/sanitize.py >"$log/plain" 2>&1 || { tail -n 5 "$log/plain"; exit 1; }
 echo "plain      $(tail -n 1 "$log/plain")"
 for tool in memcheck racecheck initcheck; do
-  (timeout 170 "$sanitizer" --tool "$tool" --error-exitcode 9 "$python" -P tests/gpu/sanitize.py >"$log/$tool" 2>&1; echo $? >"$log/$tool.rc") &
+  (timeout 70 "$sanitizer" --tool "$tool" --error-exitcode 9 "$python" -P tests/gpu/sanitize.py >"$log/$tool" 2>&1; echo $? >"$log/$tool.rc") &
 done
 wait
 for tool in memcheck racecheck initcheck; do

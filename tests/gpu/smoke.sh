@@ -37,8 +37,10 @@ step() { # step NAME SECONDS LINES COMMAND...: runs it, keeps its log, prints it
   local name=$1 limit=$2 lines=$3 started=$SECONDS
   shift 3
   timeout "$limit" "$@" >"$work/logs/$name.log" 2>&1
-  echo "=== $name: exit $?, $((SECONDS - started)) s"
+  local code=$?
+  echo "=== $name: exit $code, $((SECONDS - started)) s"
   tail -n "$lines" "$work/logs/$name.log" | cut -c1-260
+  return $code
 }
 
 for name in "$@"; do
@@ -49,10 +51,10 @@ for name in "$@"; do
     layer) step layer 150 60 python3 -m pytest -q -s --tb=short --maxfail=20 -p no:cacheprovider -m gpu tests/difftest/paths/test_sglang_fp8_layer.py ;;
     record) step record 60 20 python3 tests/gpu/record.py "$work/recorded" && tar -C "$work/recorded" -cf "$OUT/recorded.tar" . ;;
     kernels) step kernels 150 25 python3 -m pytest -q --tb=short --maxfail=30 -n 6 -p no:cacheprovider -m gpu tests/kernels ;;
-    sanitize) step sanitize 190 60 tests/gpu/sanitize.sh python3 ;;
+    sanitize) step sanitize 75 60 tests/gpu/sanitize.sh python3 ;;
     robust) step robust 60 70 python3 -m difftest robust --path bf16-k --path bf16-k:store=cuda --path sglang-fp8 ;;
     memory) step memory 90 40 python3 -m difftest run --device cuda --case prefill-22597 --case decode-1048576 --path bf16-k --path bf16-k-naive --path sglang-fp8 --keep none --out "$work/memory" ;;
-    hopper) step hopper 60 25 python3 -m pytest -q --tb=short --maxfail=10 -p no:cacheprovider -m gpu tests/kernels/test_hopper.py tests/difftest/test_memory.py ;;
+    hopper) step hopper 60 25 python3 -m pytest -q --tb=short --maxfail=10 -p no:cacheprovider -m gpu tests/kernels/test_hopper.py tests/difftest/test_memory.py || export DIFFTEST_KERNELS_HOPPER=0 ;;
     bench) step bench 280 60 python3 -m difftest bench --json "$OUT/bench.json" ;;
     suite) step suite 200 40 python3 -m pytest -q -p no:cacheprovider -m gpu tests ;;
     run) step run 150 60 python3 -m difftest run --profile smoke --device cuda --path sglang-fp8 --path oracle --out "$work/run" ;;
