@@ -11,9 +11,10 @@ from .accumulated_attention import attention_change, lost_mass
 from .accumulated_topk import compare_selection
 from .ball import UNIT_BF16
 from .measured import Measured
-from .paths.base import Declaration
+from .paths.base import Declaration, Quantiser
 from .record import Finding, Record
 from .reference.chunks import slices
+from .reference.formats import SCALINGS, dequantise, quantise
 from .reference.indexer import score_layer, score_magnitude_layer
 from .reference.inputs import LayerInputs
 from .stages import STAGES, StageName
@@ -80,7 +81,7 @@ def _fault(stage: StageName, inputs: LayerInputs, trace: Trace, baseline: Trace)
 
 def _measure(stage: StageName, inputs: LayerInputs, trace: Trace, baseline: Trace, declares: Declaration) -> Measured:
     if stage == "score":
-        return _score(inputs, trace, baseline)
+        return _score(inputs, trace, baseline, declares)
     if stage == "topk":
         measured = compare_selection(inputs, trace, baseline, declares)
         measured.metrics |= lost_mass(inputs, trace, baseline)
@@ -116,7 +117,7 @@ def change(got: Tensor, want: Tensor) -> tuple[float, float, float]:
     return relative, largest, product / norm if norm else 1.0
 
 
-def _score(inputs: LayerInputs, trace: Trace, baseline: Trace) -> Measured:
+def _score(inputs: LayerInputs, trace: Trace, baseline: Trace, declares: Declaration) -> Measured:
     """Score error over sum|terms|, split into format and arithmetic, with the share of every upstream stage."""
     shown = torch.arange(trace.value("score").shape[1], device=inputs.visible.device) < inputs.visible[:, None]
     if not bool(shown.any()):
@@ -134,8 +135,9 @@ def _score(inputs: LayerInputs, trace: Trace, baseline: Trace) -> Measured:
         "format_error": float((exact - want).norm()) / size if size else 0.0,
     }
     metrics |= _shares(inputs, trace, baseline)
-    factor, found = _common_factor(got, want)
-    metrics["scale_factor"] = factor
+    metrics["scale_factor"], found = _common_factor(got, want)
+    if found:
+        _, found = _common_factor(got, want, _format_factor(inputs, baseline, declares, shown))
     return Measured(metrics, findings=found, facts={"unit": "error / sum|terms|"})
 
 
@@ -143,18 +145,37 @@ def _scorer_reads(trace: Trace) -> tuple[Tensor, Tensor, Tensor]:
     return trace.value("index_q"), trace.value("index_k"), trace.value("head_weight")
 
 
-def _common_factor(got: Tensor, want: Tensor) -> tuple[float, list[Finding]]:
+def _common_factor(got: Tensor, want: Tensor, expected: float = 1.0) -> tuple[float, list[Finding]]:
     """Least-squares factor of the scores on the baseline's, and a finding when it explains most of the error.
 
     Recall is blind to a common factor (a missing n_heads^-1/2, the other E4M3 flavour), so it is looked for here: the
-    factor counts when it moves scores further than twice what is left after it is taken out.
+    factor counts when its distance from `expected` moves scores further than twice what is left after it is taken out.
     """
     norm = float(want.square().sum())
     factor = float((got * want).sum()) / norm if norm else 1.0
     left = float((got - factor * want).norm())
-    if abs(factor - 1) <= UNIFORM_SCALE or abs(factor - 1) * norm**0.5 <= 2 * left:
+    if abs(factor - expected) <= UNIFORM_SCALE or abs(factor - expected) * norm**0.5 <= 2 * left:
         return factor, []
     return factor, [Finding("uniform_scale", f"scores are {factor:.6g} times the baseline's, which recall cannot see")]
+
+
+def _format_factor(inputs: LayerInputs, baseline: Trace, declares: Declaration, shown: Tensor) -> float:
+    """The common factor that the declared formats alone leave on the baseline's scores.
+
+    Keys that are nearly one key are rounded alike, so a coarse format scales all their scores. It is made again here:
+    the baseline's keys, queries and weights rounded to the declared formats, and exact scores of them.
+    """
+    query = _as_stored(baseline.value("index_q"), declares.query.stored)
+    key = _as_stored(baseline.value("index_k"), declares.key.stored)
+    weight = _as_stored(baseline.value("head_weight"), declares.weight)
+    got, want = score_layer(inputs, query, key, weight)[shown], baseline.value("score").double()[shown]
+    return float((got * want).sum()) / float(want.square().sum())
+
+
+def _as_stored(x: Tensor, stored: Quantiser) -> Tensor:
+    """x [..., D] as a format holds it, fp64; as it is where a shrunk D leaves no whole block."""
+    block = SCALINGS[stored].block if stored in SCALINGS else 1
+    return dequantise(*quantise(x, stored)) if x.shape[-1] % block == 0 else x.double()
 
 
 def _shares(inputs: LayerInputs, trace: Trace, baseline: Trace) -> dict[str, float]:
