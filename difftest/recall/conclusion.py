@@ -121,15 +121,18 @@ def _where(found: Sequence[Curve]) -> str:
 
 
 def about_place(found: Sequence[Curve]) -> list[str]:
-    """Why a broken selection falls where it does: compares the half-lengths of curves at chance with 8 k."""
+    """Why a broken selection falls where it does: compares curves at chance with k entries picked at random."""
     lines = []
     for k in sorted({curve.k for curve in found}):
-        halves = sorted(c.half for c in found if c.k == k and c.shape in CLIFF_SHAPES and c.at_chance and c.half)
+        fallen = [c for c in found if c.k == k and c.shape in CLIFF_SHAPES and c.at_chance]
+        halves = sorted(curve.half for curve in fallen if curve.half)
+        onsets = sorted(curve.onset for curve in fallen if curve.onset)
         if halves:
-            middle = halves[len(halves) // 2]
+            first, middle = (round_length(ordered[len(ordered) // 2]) for ordered in (onsets, halves))
             lines.append(
                 f"**Where a cliff lies is decided by index_topk.** With k {k}, {len(halves)} curves fall off a cliff "
-                f"and are no better than chance; half of their needles are lost at {round_length(middle)} (median). "
+                f"and are no better than chance: a tenth of their needles is lost at {first}, half at {middle} "
+                f"(medians). "
                 f"Picking {k} entries at random loses none up to {4 * k:,} tokens, where all are selected, and half at "
                 f"{8 * k:,}."
             )

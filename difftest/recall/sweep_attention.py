@@ -31,16 +31,16 @@ class NeedleCost:
     output: Tensor
 
 
-def outputs(world: World, chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention output [R, A, C] fp32 over the window and the entries `chosen` [R, k] (-1 for none), and the softmax
-    mass [R, A] of each row's needle (0 where it is not chosen)."""
-    inputs = world.inputs
-    table = rope_table(inputs.config, inputs.kind, inputs.row_position)
-    query = attn_query(inputs.attn_query, inputs.config.rms_norm_eps, table).float()
+def outputs(world: World, chosen: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Attention output [r, A, C] fp32 over the window and the entries `chosen` [R, k] (-1 for none), and the softmax
+    mass [r, A] of each row's needle (0 where it is not chosen), of the `rows` [r] int64 given, else of all."""
+    inputs, rows = world.inputs, torch.arange(len(chosen), device=chosen.device) if rows is None else rows
+    table = rope_table(inputs.config, inputs.kind, inputs.row_position[rows])
+    query = attn_query(inputs.attn_query[rows], inputs.config.rms_norm_eps, table).float()
     out, mass = torch.empty_like(query), query.new_zeros(query.shape[:2])
     width = inputs.window_index.shape[1] + chosen.shape[1]
     for part in slices(len(query), 4 * width * (2 * query.shape[2] + 3 * query.shape[1]), CHUNK_BYTES):
-        near, far = inputs.window_index[part], chosen[part].long()
+        near, far = inputs.window_index[rows[part]], chosen[rows[part]].long()
         keys = torch.cat((world.window[near.clamp_min(0)], world.latents[far.clamp_min(0)]), 1)
         valid = torch.cat((near, far), 1) >= 0
         logit = query[part] @ keys.transpose(1, 2) * inputs.config.softmax_scale
@@ -48,7 +48,7 @@ def outputs(world: World, chosen: Tensor) -> tuple[Tensor, Tensor]:
         sink = inputs.attn_sink[None, :, None].expand(len(logit), -1, 1)
         weight = torch.cat((logit, sink), 2).softmax(2)[..., :-1]
         out[part] = weight @ keys
-        needle = torch.cat((torch.full_like(near, -1), far), 1) == world.entry[part, None]
+        needle = torch.cat((torch.full_like(near, -1), far), 1) == world.entry[rows[part], None]
         mass[part] = (weight * needle[:, None]).sum(2)
     return out, mass
 

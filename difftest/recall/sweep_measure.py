@@ -113,7 +113,7 @@ def _cells(exact: Exact, trace: Trace, variant: Variant, declares: Declaration) 
     own = score.gather(1, entry)
     rank = torch.where(own[:, 0].isnan(), 0, 1 + ((score > own) & inside).sum(1)).tolist()
     selected = (chosen == entry).any(1).tolist()
-    moved = change(outputs(world, _valid(chosen, world))[0], exact.output).tolist()
+    moved = _moved(exact, chosen).tolist()
     margins, spread = exact.margins(declares), _spread(exact).tolist()
     mass, mass_all, loss = exact.cost.mass.tolist(), exact.cost.mass_all.tolist(), exact.cost.output.tolist()
     entries, visible = world.entry.tolist(), world.inputs.visible.tolist()
@@ -140,6 +140,17 @@ def _cells(exact: Exact, trace: Trace, variant: Variant, declares: Declaration) 
                 moved=moved[row],
             ),
         )
+
+
+def _moved(exact: Exact, chosen: Tensor) -> Tensor:
+    """Relative change of the output by the selection, [R]. Rows that hold the exact selection's set are 0 unasked."""
+    world, wanted = exact.world, exact.trace.value("topk")
+    valid = _valid(chosen, world)
+    differ = (valid.long().sort(1).values != wanted.long().sort(1).values).any(1).nonzero()[:, 0]
+    moved = torch.zeros(len(chosen), device=chosen.device)
+    if len(differ):
+        moved[differ] = change(outputs(world, valid, differ)[0], exact.output[differ])
+    return moved
 
 
 def _valid(chosen: Tensor, world: World) -> Tensor:

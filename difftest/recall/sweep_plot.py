@@ -15,6 +15,8 @@ MARKERS = "osD^vP*Xph<>"
 BINS = 12
 """Margin bins of the loss picture, evenly spaced in log2 over SPAN."""
 SPAN = (-6.0, 1.0)
+MOST_LINES = 16
+"""Curves of a picture; of more only those that lose needles are drawn, with one k."""
 FEWEST = 8
 """Needles that a bin must hold to be drawn."""
 
@@ -44,7 +46,8 @@ def draw(curves: Sequence[Curve], cells: Sequence[Cell], folder: Path, formats: 
         for group in dict.fromkeys(curve.group for curve in curves):
             mine = [c for c in curves if c.distractor == distractor and c.group == group and c.points]
             if mine:
-                figure = recall_figure(pyplot, mine, f"{group}s" if group == "path" else group, distractor)
+                drawn, title = _readable(mine, f"{group}s" if group == "path" else group)
+                figure = recall_figure(pyplot, drawn, title, distractor)
                 written += _save(pyplot, figure, folder / f"recall-{distractor}-{group}", formats)
     if any(cell.result and cell.result.margin is not None for cell in cells):
         figure = loss_figure(pyplot, cells)
@@ -52,9 +55,20 @@ def draw(curves: Sequence[Curve], cells: Sequence[Cell], folder: Path, formats: 
     return written
 
 
+def _readable(curves: Sequence[Curve], title: str) -> tuple[Sequence[Curve], str]:
+    """The curves that a picture can show, and its title."""
+    if len(curves) <= MOST_LINES:
+        return curves, title
+    first = min(curve.k for curve in curves)
+    lossy = [curve for curve in curves if curve.k == first and curve.lost]
+    rest = sum(curve.k == first for curve in curves) - len(lossy)
+    return (lossy or curves[:1]), f"{title}, index_topk {first} ({rest} more lose nothing)"
+
+
 def recall_figure(pyplot: Any, curves: Sequence[Curve], title: str, distractor: str) -> Any:
     """Recall against length, one line a variant and k, with what chance finds for each k."""
     figure, axis = pyplot.subplots(figsize=SIZE)
+    axis.set_prop_cycle(color=pyplot.get_cmap("tab20").colors if len(curves) > 10 else pyplot.get_cmap("tab10").colors)
     many_k = len({curve.k for curve in curves}) > 1
     for place, curve in enumerate(curves):
         lengths = [point.length for point in curve.points]
