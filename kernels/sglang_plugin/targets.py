@@ -71,7 +71,10 @@ BF16_TARGETS = (
         "256 bytes an entry, for the pool and for the size of the cache",
     ),
     Target(
-        f"{POOLS}.DeepSeekV4TokenToKVPool.__init__", pool.build, (), "check the pool as built, and say so in the log"
+        f"{POOLS}.DeepSeekV4TokenToKVPool.__init__",
+        pool.build,
+        ("compression_ratios",),
+        "check the pool as built, and say so in the log",
     ),
     Target(
         f"{POOLS}.DeepSeekV4IndexerPool.get_index_k_with_scale_buffer",
