@@ -17,7 +17,7 @@ from difftest.recall.cli import app
 from difftest.recall.conclusion import conclusion
 from difftest.recall.sweep import SweepOptions, SweepOutcome, options_of, run
 from difftest.recall.sweep_cell import FILE, Cell, read_file
-from difftest.recall.sweep_output import write_curves
+from difftest.recall.sweep_output import markdown_tables, write_curves
 from difftest.recall.sweep_report import show_grid, show_summary
 from difftest.recall.variants import HADAMARD, Variant
 from difftest.stages import StageName
@@ -92,6 +92,14 @@ def test_curves_are_written_as_csv(swept: SweepOutcome, tmp_path: Path) -> None:
     lines = (tmp_path / "curves.csv").read_text().splitlines()
     assert len(lines) == 1 + 3 * len(LENGTHS)
     assert lines[1].startswith("gaussian,512,formats,fp8 q and K,1000,18,18,1.0000,False,")
+
+
+def test_curves_are_written_as_markdown(swept: SweepOutcome) -> None:
+    lines = markdown_tables(swept.curves)
+    assert lines[0] == "**gaussian, index_topk 512**"
+    assert lines[2] == "| variant | 3,611 | 5,294 | 10,498 | shape |"
+    assert lines[4] == "| *at random* | *0.57* | *0.39* | *0.20* |  |"
+    assert lines[5] == "| fp8 q and K | 1.00 | 1.00 | 1.00 | no loss |"
 
 
 def test_exit_codes(swept: SweepOutcome, tmp_path: Path) -> None:
