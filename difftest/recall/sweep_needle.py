@@ -28,7 +28,7 @@ def plant_keys(inputs: LayerInputs, draw: Draw, entry: Tensor, distractor: str) 
     query, weight = scorer_queries(inputs)
     rows = torch.arange(len(entry))
     if distractor == "adversarial":
-        target = _just_above_the_cut(inputs)
+        target = _just_above_the_cut(inputs, int(draw.integers("needle.margin", 0, len(CLOSE_MARGINS), 1)))
     else:
         mean, deviation = background_level(inputs, draw, rows, query, weight)
         target = mean + MARGIN * deviation
@@ -43,8 +43,10 @@ def plant_keys(inputs: LayerInputs, draw: Draw, entry: Tensor, distractor: str) 
     plant_pooled(inputs, "index", 0, entry, pooled_for_key(inputs, key, entry))
 
 
-def _just_above_the_cut(inputs: LayerInputs) -> Tensor:
+def _just_above_the_cut(inputs: LayerInputs, first: int) -> Tensor:
     """Unscaled target scores [R]: the k-th best score of the row plus a CLOSE_MARGIN of fp8's bound there.
+
+    Rows take the margins in turn from number `first` on, so that over worlds every length and depth gets every margin.
 
     A row that sees at most k entries has no cut; the lowest score it sees stands for it.
     """
@@ -56,7 +58,7 @@ def _just_above_the_cut(inputs: LayerInputs) -> Tensor:
     for row, visible in enumerate(inputs.visible.tolist()):
         best = score[row, :visible].topk(min(k, visible))
         width = 2 * epsilon(inputs, row, best.indices[-1:], trace, SGLANG_FP8).total[0]
-        target[row] = best.values[-1] + CLOSE_MARGINS[row % len(CLOSE_MARGINS)] * width
+        target[row] = best.values[-1] + CLOSE_MARGINS[(row + first) % len(CLOSE_MARGINS)] * width
     return target / inputs.config.index_scale
 
 
