@@ -4,7 +4,7 @@ TORCH  ?= torch==2.13.0
 BIN    := .venv/bin
 READY  := .venv/.ready
 
-.PHONY: run test lint bench-cpu sanitize clean
+.PHONY: run test lint bench-cpu mutants soak sanitize clean
 
 run: $(READY)
 	$(BIN)/difftest run
@@ -21,6 +21,14 @@ lint: $(READY)
 
 bench-cpu: $(READY)
 	$(BIN)/python -P -m difftest.bench_cpu
+
+# Every planted fault through every gate: writes cases/kill_matrix.json and docs/mutants.md.
+mutants: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/difftest mutants matrix
+
+# 1,000 clean seeds through every CPU path, 30 minutes at most; one false alarm fails it.
+soak: $(READY)
+	$(BIN)/difftest soak --seeds 1000 --minutes 30
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv .venv

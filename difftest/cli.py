@@ -21,6 +21,7 @@ from .mutants.cli import app as mutants_app
 from .recall.cli import app as recall_app
 from .report_cli import report_command
 from .robust_cli import robust_command
+from .soak_cli import soak_command
 
 AGREES, DISAGREES, USAGE, CANNOT_JUDGE, HARNESS_ERROR = 0, 1, 2, 125, 128
 
@@ -260,6 +261,7 @@ for command in (
     replay_command,
     report_command,
     shrink_command,
+    soak_command,
     weights_command,
     robust_command,
 ):

@@ -106,7 +106,7 @@ def soak(
     seconds: float = float("inf"),
     on_block: Callable[[Soaked], None] = lambda _: None,
 ) -> Soaked:
-    """Runs clean seeds and counts verdicts. Stops after `seconds`, between blocks; `seeds` then says how far it came."""
+    """Runs clean seeds and counts verdicts. Stops after `seconds`, between blocks; `seeds` says how far it came."""
     total, started = Soaked(), time.monotonic()
     for block in _blocks(seeds, paths, policy, jobs, started + seconds):
         total.add(block)
