@@ -33,7 +33,7 @@ class DecodeGraph:
     def fits(self, backend: Any, batch: Any) -> bool:
         """Whether a step has the shapes of the capture: as many requests, and as wide a page table."""
         now, then = (metadata.core_metadata.page_table for metadata in (backend.forward_metadata, self.metadata))
-        return batch.batch_size == self.batch_size and now.shape == then.shape
+        return bool(batch.batch_size == self.batch_size and now.shape == then.shape)
 
     def replay(self, backend: Any, modules: Modules) -> Seen:
         """Runs the graph on the step that `backend` is prepared for, and leaves the backend with its results."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..kernels.layout import read_slots
 from ..kernels.query import head_scale
 from ..kernels.score import paged_scores
-from ..kernels.sglang_plugin.pool import RATIO
+from ..kernels.sglang_plugin.checks import INDEXER_RATIO
 from ..reference.inputs import LayerInputs
 from ..stages import StageName
 from ..trace import StageTensors
@@ -19,7 +19,7 @@ from ._live_scores import index_layout
 
 def index_pages(pool: object) -> Tensor:
     """The whole page rows of the only layer's index pool, uint8 [pages, bytes of a page]."""
-    rows: Tensor = pool.index_pools[RATIO].index_k_with_scale_buffer[0]  # type: ignore[attr-defined]
+    rows: Tensor = pool.index_pools[INDEXER_RATIO].index_k_with_scale_buffer[0]  # type: ignore[attr-defined]
     return rows
 
 

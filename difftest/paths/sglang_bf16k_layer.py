@@ -26,7 +26,7 @@ class SglangBf16KLayer(SglangFp8Layer):
     The hooks stay installed and off afterwards, so that both paths run in one process. Options as `sglang-fp8-layer`.
     """
 
-    name: ClassVar[str] = "sglang-bf16k-layer"
+    name = "sglang-bf16k-layer"
     says: ClassVar[str] = "SGLang's backend, pool and indexer with the bf16 index-K plugin, layer by layer"
     declares = replace(
         SGLANG_LIVE,

@@ -39,7 +39,7 @@ class SglangFp8Layer(SglangFp8):
         check_option("graph", graph, get_args(LayerGraph))
         self.topk_option, self.attention_option, self.graph_option = topk, attention, graph
         chosen = {"topk": (topk, "v2"), "attention": (attention, "auto"), "graph": (graph, "off")}
-        self.name = variant_name(type(self).name, chosen)  # type: ignore[misc]
+        self.name = variant_name(type(self).name, chosen)
         self._last: tuple[LayerInputs, dict[StageName, StageTensors], str] | None = None
 
     def stage(self, stage: StageName, inputs: LayerInputs, trace: Trace) -> StageTensors:

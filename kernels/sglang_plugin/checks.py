@@ -50,7 +50,7 @@ def check_device() -> None:
     """Raises Unsupported unless this process has an NVIDIA GPU that the kernels are built for."""
     for name, found in (
         ("HIP (AMD)", torch.version.hip is not None),
-        ("NPU", bool(getattr(torch, "npu", None)) and torch.npu.is_available()),
+        ("NPU", hasattr(torch, "npu") and bool(torch.npu.is_available())),
         ("XPU", hasattr(torch, "xpu") and torch.xpu.is_available() and not torch.cuda.is_available()),
     ):
         if found:

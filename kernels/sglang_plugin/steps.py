@@ -2,7 +2,7 @@
 
 import math
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,7 +62,7 @@ def store(
         raise ValueError(f"a store of pages of {page_size} entries with {options} is none of bf16 index keys")
     cache, rows = page_rows(kvcache), plan[1]
     slots = out_loc if out_loc.dtype == torch.int64 else out_loc.long()
-    mode = "decode" if plan.is_decode else "prefill"
+    mode: Literal["prefill", "decode"] = "decode" if plan.is_decode else "prefill"
     if kv.is_cuda and has_nvcc():
         prepare_cuda.store_planned(
             kv, rows, norm_weight, norm_eps, freq_cis, slots, cache, mode=mode, ratio=plan.compress_ratio
