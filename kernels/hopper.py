@@ -7,7 +7,7 @@ and other runs of rows is the Triton kernel of `score_kernel.py`; all sum in fp3
 import ctypes
 import os
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ MOST_GROUPS = 4096
 """Groups of rows whose lengths a block scans at once."""
 SWITCH = "DIFFTEST_KERNELS_HOPPER"
 """Environment variable; 0 leaves every read to Triton."""
-THREADS = 384
 SHARED_BYTES = 231424
 
 
@@ -32,11 +31,13 @@ class Kernel:
     name: str
     group: int
     box: int
+    threads: int
 
 
-DECODE_ONE = Kernel("decode.cu", "decode_one", 1, 1)
-DECODE_TWO = Kernel("decode.cu", "decode_two", 2, 2)
-PREFILL = Kernel("prefill.cu", "prefill_scores", 8, 4)
+DECODE_ONE = Kernel("decode.cu", "decode_one", 1, 1, 384)
+DECODE_TWO = Kernel("decode.cu", "decode_two", 2, 2, 384)
+PREFILL_TWO = Kernel("prefill.cu", "prefill_two", 8, 4, 384)
+PREFILL_FOUR = Kernel("prefill.cu", "prefill_four", 8, 2, 640)
 
 ATOM = 64
 """Elements of a swizzled row of 128 bytes."""
@@ -62,16 +63,25 @@ def available(device: torch.device) -> bool:
     return architecture(torch.cuda.get_device_capability(device)) == "90a" and find_nvcc() is not None
 
 
-def kernel_for(query: Tensor, next_n: int) -> Kernel | None:
-    """The kernel that takes `query` [R, H, 128] in runs of `next_n` rows a request; None if none does."""
+@cache
+def multiprocessors(device: int) -> int:
+    """Multiprocessors of a CUDA device."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def kernel_for(query: Tensor, next_n: int, prefill: Kernel = PREFILL_TWO) -> Kernel | None:
+    """The kernel that takes `query` [R, H, 128] in runs of `next_n` rows a request; None if none does.
+
+    prefill: which of the two to take for long runs.
+    """
     rows, heads = query.shape[:2]
     if heads != HEADS or not available(query.device):
         return None
     runs = min(next_n, rows)
     if runs <= DECODE_TWO.group:
         found = DECODE_TWO if runs == DECODE_TWO.group else DECODE_ONE
-    elif next_n >= rows or next_n % PREFILL.group == 0:
-        found = PREFILL
+    elif next_n >= rows or next_n % prefill.group == 0:
+        found = prefill
     else:
         return None
     return found if rows <= MOST_GROUPS * found.group else None
@@ -98,15 +108,15 @@ def launch(
     rows, width = out.shape
     device = query.device.index or 0
     if page_stride is None:
-        key_map = tensor_map(keys, (len(keys), 1), ENTRY_DIM * len(keys), PAGE_ENTRIES)
+        key_map = tensor_map(keys.data_ptr(), len(keys), 1, ENTRY_DIM * len(keys), PAGE_ENTRIES)
     else:
-        key_map = tensor_map(keys, (PAGE_ENTRIES, len(keys)), page_stride, PAGE_ENTRIES)
+        key_map = tensor_map(keys.data_ptr(), PAGE_ENTRIES, len(keys), page_stride, PAGE_ENTRIES)
     none = Index(None, 0)
     kernels(kernel.source, device).launch(
         kernel.name,
-        torch.cuda.get_device_properties(device).multi_processor_count,
-        THREADS,
-        tensor_map(query, (rows * HEADS, 1), ENTRY_DIM * rows * HEADS, kernel.box * HEADS),
+        multiprocessors(device),
+        kernel.threads,
+        tensor_map(query.data_ptr(), rows * HEADS, 1, ENTRY_DIM * rows * HEADS, kernel.box * HEADS),
         key_map,
         pointer(weight),
         index(lengths),
@@ -125,10 +135,11 @@ def launch(
     )
 
 
-def tensor_map(tensor: Tensor, shape: tuple[int, int], stride: int, box_rows: int) -> TensorMap:
-    """Copies of [box_rows, 64] bf16, swizzled in rows of 128 bytes, out of `shape` (rows, pages) of 128 elements.
+@lru_cache(maxsize=1024)
+def tensor_map(address: int, rows: int, pages: int, stride: int, box_rows: int) -> TensorMap:
+    """Copies of [box_rows, 64] bf16, swizzled in rows of 128 bytes, out of pages of `rows` rows of 128 elements.
 
-    stride: elements between pages. Rows past the end read as zero.
+    stride: elements between pages. Rows past the end read as zero. Remembered: a description holds for its address.
     """
     buffer = (ctypes.c_ubyte * (TENSOR_MAP_BYTES + TENSOR_MAP_ALIGNMENT))()
     at = -ctypes.addressof(buffer) % TENSOR_MAP_ALIGNMENT
@@ -136,8 +147,8 @@ def tensor_map(tensor: Tensor, shape: tuple[int, int], stride: int, box_rows: in
         ctypes.c_void_p(ctypes.addressof(buffer) + at),
         BFLOAT16,
         RANK,
-        ctypes.c_void_p(tensor.data_ptr()),
-        (ctypes.c_uint64 * RANK)(ENTRY_DIM, *shape),
+        ctypes.c_void_p(address),
+        (ctypes.c_uint64 * RANK)(ENTRY_DIM, rows, pages),
         (ctypes.c_uint64 * (RANK - 1))(ENTRY_DIM * ELEMENT_BYTES, stride * ELEMENT_BYTES),
         (ctypes.c_uint32 * RANK)(ATOM, box_rows, 1),
         (ctypes.c_uint32 * RANK)(1, 1, 1),

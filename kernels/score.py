@@ -6,7 +6,6 @@ prefill has them.
 """
 
 import math
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -62,8 +61,8 @@ def paged_scores(
             f"{page_table.shape[1]}: widen the table or lower the width"
         )
     tile = tile or _choose("decode" if next_n < PREFILL_ROWS else "prefill", query, out.shape[1], next_n)
-    if tile.kernel == "hopper":
-        _launch_hopper(query, weight, cache, page_table, request, lengths, out, fill, next_n)
+    if tile.kernel != "triton":
+        _launch_hopper(tile, query, weight, cache, page_table, request, lengths, out, fill, next_n)
         return out
     if next_n % tile.group and len(query) > next_n:
         raise ValueError(f"tile.group {tile.group} does not divide next_n {next_n}: its queries would mix requests")
@@ -94,8 +93,8 @@ def contiguous_scores(
     if out.shape[1] > len(keys):
         raise ValueError(f"width {out.shape[1]} is more than the {len(keys)} keys: lower the width or the lengths")
     tile = tile or _choose("prefill", query, out.shape[1], len(query))
-    if tile.kernel == "hopper":
-        _launch_hopper(query, weight, keys, None, None, lengths, out, fill, max(1, len(query)))
+    if tile.kernel != "triton":
+        _launch_hopper(tile, query, weight, keys, None, None, lengths, out, fill, max(1, len(query)))
         return out
     _launch(query, weight, keys, None, None, lengths, out, fill, max(1, len(query)), tile)
     return out
@@ -104,12 +103,13 @@ def contiguous_scores(
 def _choose(kind: Kind, query: Tensor, width: int, next_n: int) -> Tile:
     """The recorded or default tile; the Triton kernel's where the Hopper kernel does not serve the operands."""
     tile = choose(kind, len(query), width, next_n, query.device)
-    if tile.kernel == "hopper" and hopper.kernel_for(query, next_n) is None:
+    if tile.kernel != "triton" and hopper.kernel_for(query, next_n) is None:
         return portable(kind, next_n, query.device)
     return tile
 
 
 def _launch_hopper(
+    tile: Tile,
     query: Tensor,
     weight: Tensor,
     keys: Tensor,
@@ -124,7 +124,8 @@ def _launch_hopper(
         return
     stride = page_stride_elements(keys) if page_table is not None else None
     payload = elements(keys) if page_table is not None else keys
-    kernel = hopper.kernel_for(query, next_n)
+    prefill = hopper.PREFILL_FOUR if tile.kernel == "hopper four" else hopper.PREFILL_TWO
+    kernel = hopper.kernel_for(query, next_n, prefill)
     if kernel is None:
         raise ValueError(
             f"the Hopper kernels take 64 heads and runs of 1, 2 or 8 n rows on a Hopper GPU with nvcc, not "
@@ -187,13 +188,7 @@ def _launch(
 
 def _programs(device: torch.device, tile: Tile, most: int) -> int:
     """Persistent programs of a launch: no more than there are blocks of keys."""
-    return min(most, tile.programs * (1 if device.type == "cpu" else multiprocessors(device.index or 0)))
-
-
-@lru_cache
-def multiprocessors(device: int) -> int:
-    """Multiprocessors of a CUDA device."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return min(most, tile.programs * (1 if device.type == "cpu" else hopper.multiprocessors(device.index or 0)))
 
 
 def _keys_argument(keys: Tensor, paged: bool, tile: Tile) -> Any:

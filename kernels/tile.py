@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 
 Kind = Literal["decode", "prefill"]
+KernelName = Literal["triton", "hopper", "hopper four"]
 
 RECORDS = "score-tiles.json"
 CACHE_VARIABLE = "DIFFTEST_KERNELS_CACHE"
@@ -28,7 +29,8 @@ class Tile:
     warps, stages          Triton's num_warps and num_stages.
     programs    persistent programs per multiprocessor; 0 runs one program for each group and share of `split` key
     blocks. descriptor  read pages through tensor descriptors (the copy engine where the GPU has one).
-    kernel      triton, or hopper for the kernels of `hopper.py`, which have no other choices.
+    kernel      triton, or hopper for the kernels of `hopper.py`, which have no other choices; hopper four is their
+                prefill with four warpgroups in place of two.
     """
 
     keys: int = 64
@@ -38,10 +40,12 @@ class Tile:
     programs: int = 3
     split: int = 64
     descriptor: bool = False
-    kernel: Literal["triton", "hopper"] = "triton"
+    kernel: KernelName = "triton"
 
 
 HOPPER_TILE = Tile(kernel="hopper")
+HOPPER_FOUR = Tile(kernel="hopper four")
+HOPPER_DEFAULT: dict[Kind, Tile] = {"decode": HOPPER_TILE, "prefill": HOPPER_FOUR}
 """The choice on Hopper; where its kernels do not serve the operands, `portable` says what does."""
 
 INTERPRETED_TILE = Tile(keys=8192, group=1, programs=2)
@@ -69,6 +73,7 @@ CANDIDATES: dict[Kind, tuple[Tile, ...]] = {
     ),
     "prefill": (
         HOPPER_TILE,
+        HOPPER_FOUR,
         PREFILL,
         SMALL_PREFILL,
         Tile(group=2, stages=4, programs=0, split=1 << 20),
@@ -81,7 +86,7 @@ def candidates(kind: Kind, group: int = 1) -> tuple[Tile, ...]:
     if kind == "prefill" or group == 1:
         return CANDIDATES[kind]
     return tuple(
-        tile if tile.kernel == "hopper" else Tile(**{**asdict(tile), "group": group})
+        tile if tile.kernel != "triton" else Tile(**{**asdict(tile), "group": group})
         for tile in CANDIDATES[kind]
         if tile.keys == Tile.keys
     )
@@ -91,11 +96,17 @@ def choose(kind: Kind, rows: int, width: int, group: int, device: torch.device) 
     """The tile for a shape on `device`: the recorded one, else the default. The CPU has its own."""
     if device.type == "cpu":
         return INTERPRETED_TILE
+    return _choice(os.environ.get(CACHE_VARIABLE), kind, _pow2(rows), _pow2(width), group, device)
+
+
+@lru_cache(maxsize=1024)
+def _choice(folder: str | None, kind: Kind, rows: int, width: int, group: int, device: torch.device) -> Tile:
+    """`choose` on a GPU, remembered: reading the device's name and the records takes longer than a short launch."""
     found = _records(records_file()).get(shape_key(kind, rows, width, group, device))
     if found is not None:
         return found
     if torch.cuda.get_device_capability(device)[0] == HOPPER:
-        return HOPPER_TILE
+        return HOPPER_DEFAULT[kind]
     return portable(kind, group, device)
 
 
@@ -117,6 +128,7 @@ def record(kind: Kind, rows: int, width: int, group: int, device: torch.device, 
     part.write_text(json.dumps({key: asdict(value) for key, value in known.items()}, indent=1, sort_keys=True))
     part.replace(file)
     _records.cache_clear()
+    _choice.cache_clear()
 
 
 def shape_key(kind: Kind, rows: int, width: int, group: int, device: torch.device) -> str:

@@ -119,8 +119,8 @@ def later(make: Callable[[], list[Launch]]) -> list[Launch]:
 
 def describe(tile: Tile) -> str:
     """A tile in a few words."""
-    if tile.kernel == "hopper":
-        return "Hopper kernel"
+    if tile.kernel != "triton":
+        return f"CUDA, {tile.kernel}"
     schedule = f"{tile.programs} persistent" if tile.programs else f"split {tile.split}"
     return f"{tile.group} x {tile.keys}, {tile.warps} warps, {tile.stages} stages, {schedule}"
 

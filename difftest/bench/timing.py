@@ -1,7 +1,7 @@
 """Times kernels one launch at a time from cold caches, in turn, so that all of them see the same clocks.
 
 Before a launch the L2 cache is overwritten, as the rest of a layer's step overwrites it between two reads of an index
-cache. The events lie around the launch alone; the overwriting lasts longer than the host needs to enqueue it.
+cache. A launch is the replay of a CUDA graph of one call, with events around it: the host's time does not count.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ import torch
 from .row import FP8, CeilingName, Ceilings, Row
 
 FLUSH_BYTES = 512 << 20
-"""Several times the L2 cache, and about 0.15 ms of writing on an H200."""
+"""Several times the L2 cache; on an H200 writing them takes 0.15 ms, longer than the host takes to enqueue a replay."""
 ROUNDS = 21
 WARM_UP = 4
 
@@ -44,12 +44,12 @@ class Stopwatch:
     def __init__(self) -> None:
         self.scratch = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
 
-    def time_us(self, launch: Callable[[], Any]) -> float:
-        """Microseconds between the events around one launch."""
+    def time_us(self, graph: torch.cuda.CUDAGraph) -> float:
+        """Microseconds between the events around one replay."""
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         self.scratch.zero_()
         start.record()
-        launch()
+        graph.replay()
         end.record()
         end.synchronize()
         return float(start.elapsed_time(end)) * 1e3
@@ -57,22 +57,26 @@ class Stopwatch:
 
 def compare(contenders: Sequence[Contender], ceilings: Ceilings, rounds: int = ROUNDS) -> list[Row]:
     """Rows of contenders that are measured in turn, round by round. One that fails gets a row that says why."""
+    graphs: list[list[torch.cuda.CUDAGraph]] = []
     extra: list[int | None] = []
     notes: list[str] = []
     for contender in contenders:
         try:
             contender.launches[0]()
-            extra.append(extra_bytes(contender.launches[0], contender.result_bytes))
+            more = extra_bytes(contender.launches[0], contender.result_bytes)
+            graphs.append([capture(launch) for launch in contender.launches])
+            extra.append(more)
             notes.append(contender.note)
         except (RuntimeError, ValueError, ImportError, AttributeError, TypeError, AssertionError) as error:
             torch.cuda.synchronize()
+            graphs.append([])
             extra.append(None)
             notes.append(f"not run: {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}")
     stopwatch, times = Stopwatch(), [[] for _ in contenders]  # type: ignore[var-annotated]
-    rotations = [cycle(contender.launches) for contender in contenders]
+    rotations = [cycle(made) for made in graphs]
     for turn in range(WARM_UP + rounds):
         for number, rotation in enumerate(rotations):
-            if extra[number] is not None:
+            if graphs[number]:
                 took = stopwatch.time_us(next(rotation))
                 if turn >= WARM_UP:
                     times[number].append(took)
@@ -101,6 +105,14 @@ def share(contender: Contender, us: float, ceilings: Ceilings) -> float:
     """Time at the ceiling over time taken."""
     count = contender.flops if contender.ceiling == "matmul" else contender.bytes
     return ceilings.time_us(contender.ceiling, count) / us
+
+
+def capture(launch: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    """A graph of one call."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    return graph
 
 
 def extra_bytes(launch: Callable[[], Any], result_bytes: int) -> int:

@@ -10,6 +10,8 @@ namespace {
 
 using namespace hopper;
 
+constexpr int kGroups = 2;  // warpgroups that multiply; a third feeds them
+constexpr int kThreads = kWarpgroup * (kGroups + 1);
 constexpr int kQueryBuffers = 2;
 constexpr int kMemory = 212992;  // bytes for queries and key tiles
 
@@ -141,7 +143,7 @@ __device__ __forceinline__ void decode(
     }
     publish_barriers();
   }
-  const Share share = scan_lengths<kRows>(shared.ends, lengths, rows, groups, width);
+  const Share share = scan_lengths<kRows, kThreads>(shared.ends, lengths, rows, groups, width);
   const int role = role_of_thread();
   if (role == kGroups) {
     const int warp = threadIdx.x % kWarpgroup / kWarp;

@@ -13,14 +13,11 @@ namespace hopper {
 constexpr int kDim = 128;
 constexpr int kHeads = 64;
 constexpr int kKeys = 64;           // keys of a tile: a page
-constexpr int kGroups = 2;          // warpgroups that multiply; a third feeds them
 constexpr int kMostGroups = 4096;   // groups of rows whose lengths a block can scan
 constexpr int kWarpgroup = 128;
-constexpr int kThreads = kWarpgroup * (kGroups + 1);
+constexpr int kMostWarps = 32;
 constexpr int kWarp = 32;
 constexpr int kWarps = kWarpgroup / kWarp;
-constexpr int kFeedRegisters = 40;  // of 168 at launch; what the feeding warpgroup gives up, the others take
-constexpr int kMultiplyRegisters = 232;
 
 constexpr int kAtom = 64;           // bf16 elements of a swizzled row: 128 bytes
 constexpr int kAtomBytes = 128;
@@ -249,7 +246,7 @@ __device__ __forceinline__ int clamped(int64 length, int width) {
 // Where groups of rows end, counted in key tiles: an inclusive prefix sum.
 struct Ends {
   int ends[kMostGroups];
-  int warp_sums[kThreads / kWarp];
+  int warp_sums[kMostWarps];
 };
 
 // The share of this block: tiles `at` to `last` - 1 of all, counted over groups in order; `group` holds the first.
@@ -259,7 +256,7 @@ struct Share {
   int group;
 };
 
-template <int kBlockRows>
+template <int kBlockRows, int kThreads>
 __device__ Share scan_lengths(Ends& shared, const Index& lengths, int rows, int groups, int width) {
   const int thread = threadIdx.x, lane = thread % kWarp, warp = thread / kWarp;
   const int chunk = (groups + kThreads - 1) / kThreads;

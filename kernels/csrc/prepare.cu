@@ -60,10 +60,8 @@ __device__ __forceinline__ void load(float* __restrict__ run, const float* __res
   }
 }
 
-// Multiplies the pairs of dims 64..127 by cosine and sine, interleaved in `turn` (64 floats).
-__device__ __forceinline__ void rotate(Entry& entry, const float* __restrict__ turn, int lane) {
-  float t[kRun];
-  load(t, turn + lane * kRun);
+// Multiplies the pairs of dims 64..127 by cosine and sine, interleaved in `t`: the lane's run of a table row.
+__device__ __forceinline__ void rotate(Entry& entry, const float* t) {
   float* v = entry.value[kRopeRun];
 #pragma unroll
   for (int c = 0; c < kRun; c += 2) {
@@ -176,28 +174,29 @@ __device__ __forceinline__ void store_entry(
   const int lane = threadIdx.x % kLanes;
   const int64 row = (int64(blockIdx.x) * blockDim.x + threadIdx.x) / kLanes;
   const bool inside = row < rows;
+  const Place place = inside ? source(row) : Place{0, -1};
   Entry entry = {};
-  float squares = 0.0f;
+  float squares = 0.0f, turn[kRun] = {}, w[kRuns][kRun];
   if (inside) {
 #pragma unroll
-    for (int j = 0; j < kRuns; ++j) {
-      load(entry.value[j], pooled + row * kDim + j * kRunStride + lane * kRun);
-#pragma unroll
-      for (int c = 0; c < kRun; ++c) squares += entry.value[j][c] * entry.value[j][c];
-    }
+    for (int j = 0; j < kRuns; ++j) load(entry.value[j], pooled + row * kDim + j * kRunStride + lane * kRun);
   }
-  const Place place = inside ? source(row) : Place{0, -1};
+  if (place.slot >= 0) load(turn, table + place.position * kRopeDim + lane * kRun);
+#pragma unroll
+  for (int j = 0; j < kRuns; ++j) {
+    load(w[j], norm_weight + j * kRunStride + lane * kRun);
+#pragma unroll
+    for (int c = 0; c < kRun; ++c) squares += entry.value[j][c] * entry.value[j][c];
+  }
 #pragma unroll
   for (int mask = 1; mask < kLanes; mask <<= 1) squares += __shfl_xor_sync(0xffffffffu, squares, mask, kLanes);
   const float factor = __fdiv_rn(1.0f, __fsqrt_rn(squares / kDim + eps));
 #pragma unroll
   for (int j = 0; j < kRuns; ++j) {
-    float w[kRun];
-    load(w, norm_weight + j * kRunStride + lane * kRun);
 #pragma unroll
-    for (int c = 0; c < kRun; ++c) entry.value[j][c] = entry.value[j][c] * factor * w[c];
+    for (int c = 0; c < kRun; ++c) entry.value[j][c] = entry.value[j][c] * factor * w[j][c];
   }
-  if (place.slot >= 0) rotate(entry, table + place.position * kRopeDim, lane);
+  if (place.slot >= 0) rotate(entry, turn);
   hadamard(entry, lane);
   if (place.slot >= 0) {
     unsigned char* page = cache + place.slot / kPageEntries * page_stride;
@@ -233,13 +232,17 @@ prepare_query(
     const uint16* __restrict__ query, const float* __restrict__ table, const Index positions,
     uint16* __restrict__ out, const uint16* __restrict__ weight, float* __restrict__ weight_out, float weight_scale,
     int heads, int64 count) {
+  uint16 head_weight = 0;
   wait_for_kernel_before();
   const int lane = threadIdx.x % kLanes;
   const int64 item = (int64(blockIdx.x) * blockDim.x + threadIdx.x) / kLanes;
   const bool inside = item < count;
   Entry entry = {};
   if (inside) {
-    const int64 position = positions[item / heads];
+    const int64 position = positions[static_cast<uint32>(item) / static_cast<uint32>(heads)];
+    float turn[kRun];
+    load(turn, table + position * kRopeDim + lane * kRun);
+    if (weight_out != nullptr && lane == 0) head_weight = weight[item];
 #pragma unroll
     for (int j = 0; j < kRuns; ++j) {
       const uint4 x = *reinterpret_cast<const uint4*>(query + item * kDim + j * kRunStride + lane * kRun);
@@ -253,12 +256,12 @@ prepare_query(
       v[6] = low_bf16(x.w);
       v[7] = high_bf16(x.w);
     }
-    rotate(entry, table + position * kRopeDim, lane);
+    rotate(entry, turn);
   }
   hadamard(entry, lane);
   if (inside) {
     write(entry, out + item * kDim, lane);
-    if (weight_out != nullptr && lane == 0) weight_out[item] = low_bf16(weight[item]) * weight_scale;
+    if (weight_out != nullptr && lane == 0) weight_out[item] = low_bf16(head_weight) * weight_scale;
   }
   let_next_kernel_start();
 }

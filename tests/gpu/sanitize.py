@@ -15,7 +15,7 @@ from difftest.kernels.hopper import available
 from difftest.kernels.layout import PAGE_BYTES, PAGE_ENTRIES, empty_cache, read_slots, write_slots
 from difftest.kernels.rope import rope_table
 from difftest.kernels.score import contiguous_scores, paged_scores
-from difftest.kernels.tile import HOPPER_TILE, Tile
+from difftest.kernels.tile import HOPPER_FOUR, HOPPER_TILE, Tile
 from difftest.reference.indexer import score as exact_score
 
 DEVICE = torch.device("cuda", 0)
@@ -53,7 +53,7 @@ def reads(tile: Tile, next_n: int, counts: tuple[int, ...], name: str) -> None:
         check(f"{name}, request {number}", got[own, : len(key)], q[own], w[own], key)
     key = keys[-1]
     own = slice(rows - next_n, rows)
-    if tile.programs == 0 or tile.kernel == "hopper":
+    if tile.programs == 0 or tile.kernel != "triton":
         operands = (q[own].contiguous(), w[own].contiguous(), key, lengths[own].contiguous())
         got = contiguous_scores(*(x.to(DEVICE) for x in operands), width=len(key), tile=tile)
         check(f"{name}, contiguous", got, q[own], w[own], key)
@@ -87,6 +87,7 @@ def main() -> None:
     if available(DEVICE):
         for next_n in (1, 2, 8):
             reads(HOPPER_TILE, next_n, COUNTS, f"Hopper, {next_n} rows a request")
+        reads(HOPPER_FOUR, 8, COUNTS, "Hopper, four warpgroups")
     writes("Triton", store, query)
     writes("CUDA", prepare_cuda, prepare_cuda)
     torch.cuda.synchronize()

@@ -54,13 +54,17 @@ for name in "$@"; do
     sanitize) step sanitize 75 60 tests/gpu/sanitize.sh python3 ;;
     robust) step robust 60 70 python3 -m difftest robust --path bf16-k --path bf16-k:store=cuda --path sglang-fp8 ;;
     memory) step memory 90 40 python3 -m difftest run --device cuda --case prefill-22597 --case decode-1048576 --path bf16-k --path bf16-k-naive --path sglang-fp8 --keep none --out "$work/memory" ;;
+    wraps) step wraps 60 25 python3 -m pytest -q --tb=short --maxfail=10 -p no:cacheprovider -m gpu tests/kernels/test_hopper.py -k "wrap or bits or (contiguous and random)" || export DIFFTEST_KERNELS_HOPPER=0 ;;
     hopper) step hopper 60 25 python3 -m pytest -q --tb=short --maxfail=10 -p no:cacheprovider -m gpu tests/kernels/test_hopper.py tests/difftest/test_memory.py || export DIFFTEST_KERNELS_HOPPER=0 ;;
     bench) step bench 280 60 python3 -m difftest bench --json "$OUT/bench.json" ;;
-    suite) step suite 200 40 python3 -m pytest -q -p no:cacheprovider -m gpu tests ;;
+    suite) step suite 200 40 python3 -m pytest -q -n 4 --dist loadfile --durations=15 -p no:cacheprovider -m gpu tests ;;
+    profile) step profile 110 30 python3 -m pytest -q -n 8 -p no:cacheprovider --durations=10 --pyargs difftest.suite --difftest-profile gpu --difftest-device cuda --difftest-out "$OUT/profile" ;;
+    table) step table 110 140 timeout -s INT 100 python3 -m difftest run --device cuda --keep none --out "$OUT/table" $(printf -- '--case %s ' rec-prefill-2117 dyadic-4217 needle-22597 decode-1048576) $(printf -- '--path %s ' oracle deepseek sglang-fp8 sglang-fp8-layer sglang-fp8-model sglang-fp8@recorded bf16-k bf16-k:store=cuda bf16-k-naive sglang-bf16k-layer) ;;
+    stack) step stack 80 40 timeout -s INT 70 python3 -m difftest run --device cuda --keep none --case stack-2117 --path oracle --path sglang-fp8 --path bf16-k --path sglang-fp8-layer --out "$OUT/stack" ;;
     run) step run 150 60 python3 -m difftest run --profile smoke --device cuda --path sglang-fp8 --path oracle --out "$work/run" ;;
     *) echo "unknown step $name" ;;
   esac
 done
-tar -C "$work/jit" -c . | xz -T0 -2 >"$OUT/jit.tar.xz"
+[ "${KEEP_JIT:-1}" = 1 ] && tar -C "$work/jit" -c . | xz -T0 -2 >"$OUT/jit.tar.xz"
 tar -C "$work" -c logs | xz -T0 -2 >"$OUT/logs.tar.xz"
 ls -l "$OUT"

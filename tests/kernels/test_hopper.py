@@ -7,10 +7,11 @@ import torch
 from difftest.kernels import hopper
 from difftest.kernels.layout import PAGE_BYTES, PAGE_ENTRIES, POISON_BYTE, empty_cache, write_slots
 from difftest.kernels.score import contiguous_scores, paged_scores
-from difftest.kernels.tile import HOPPER_TILE, PREFILL, Tile
+from difftest.kernels.tile import HOPPER_FOUR, HOPPER_TILE, PREFILL, Tile
 from difftest.reference.indexer import score as exact_score
 from torch import Tensor
 
+BOTH = pytest.mark.parametrize("tile", [HOPPER_TILE, HOPPER_FOUR], ids=["two", "four"])
 FP32_UNIT = 2.0**-24
 ROUNDINGS = 200
 """128 fp32 sums of a product, 64 of the heads, ReLU and weight, each at most one unit of the sum of magnitudes."""
@@ -50,19 +51,21 @@ LENGTHS = {
 
 
 @pytest.mark.gpu
+@BOTH
 @pytest.mark.parametrize("pattern", LENGTHS)
 @pytest.mark.parametrize(("rows", "keys"), [(1, 1), (5, 64), (8, 1000), (203, 777), (1601, 130)])
-def test_contiguous_keys(gpu: torch.device, rows: int, keys: int, pattern: str) -> None:
+def test_contiguous_keys(gpu: torch.device, tile: Tile, rows: int, keys: int, pattern: str) -> None:
     query, weight, key = operands(rows, keys, gpu)
     lengths = LENGTHS[pattern](rows, keys).to(gpu)
-    got = contiguous_scores(query, weight, key, lengths, width=keys, tile=HOPPER_TILE)
+    got = contiguous_scores(query, weight, key, lengths, width=keys, tile=tile)
     assert_exact(got, query, weight, key, lengths.clamp(0, keys), -math.inf)
 
 
 @pytest.mark.gpu
+@BOTH
 @pytest.mark.parametrize("request_given", [True, False])
 @pytest.mark.parametrize("wide", [torch.int32, torch.int64])
-def test_paged_keys_of_two_requests(gpu: torch.device, request_given: bool, wide: torch.dtype) -> None:
+def test_paged_keys_of_two_requests(gpu: torch.device, tile: Tile, request_given: bool, wide: torch.dtype) -> None:
     """Shuffled pages with poison around and behind them, and the last page's unwritten slots NaN."""
     rows, count = 32, 300
     query, weight, key = operands(2 * rows, 2 * count, gpu)
@@ -75,9 +78,7 @@ def test_paged_keys_of_two_requests(gpu: torch.device, request_given: bool, wide
         write_slots(cache, slots, key[request * count :][:count])
     lengths = torch.randint(0, count + 1, (2 * rows,), device=gpu)
     request = torch.arange(2, device=gpu).repeat_interleave(rows) if request_given else None
-    got = paged_scores(
-        query, weight, cache, order.to(wide), lengths, request, width=count, next_n=rows, tile=HOPPER_TILE
-    )
+    got = paged_scores(query, weight, cache, order.to(wide), lengths, request, width=count, next_n=rows, tile=tile)
     for number in range(2):
         own = slice(number * rows, (number + 1) * rows)
         keys = key[number * count :][:count]
@@ -85,34 +86,37 @@ def test_paged_keys_of_two_requests(gpu: torch.device, request_given: bool, wide
 
 
 @pytest.mark.gpu
-def test_nothing_outside_out_is_written_and_runs_are_equal(gpu: torch.device) -> None:
+@BOTH
+def test_nothing_outside_out_is_written_and_runs_are_equal(gpu: torch.device, tile: Tile) -> None:
     rows, keys = 77, 333
     query, weight, key = operands(rows, keys, gpu)
     lengths = torch.randint(0, keys + 1, (rows,), device=gpu)
     buffer = torch.full((rows + 2, keys + 40), 1e30, device=gpu)
     out = buffer[1:-1, 16 : 16 + keys]
-    first = contiguous_scores(query, weight, key, lengths, width=keys, out=out, fill=None, tile=HOPPER_TILE).clone()
+    first = contiguous_scores(query, weight, key, lengths, width=keys, out=out, fill=None, tile=tile).clone()
     assert_exact(first, query, weight, key, lengths, 1e30)
     for _ in range(19):
-        contiguous_scores(query, weight, key, lengths, width=keys, out=out, fill=None, tile=HOPPER_TILE)
+        contiguous_scores(query, weight, key, lengths, width=keys, out=out, fill=None, tile=tile)
         assert torch.equal(out, first)
     out.fill_(1e30)
     assert (buffer == 1e30).all()
 
 
 @pytest.mark.gpu
+@BOTH
 @pytest.mark.parametrize("rows", [1, 2, 203])
-def test_bits_are_those_of_the_triton_kernel(gpu: torch.device, rows: int) -> None:
+def test_bits_are_those_of_the_triton_kernel(gpu: torch.device, tile: Tile, rows: int) -> None:
     """So a score does not depend on the batch it came in, although the kernel does."""
     query, weight, key = operands(rows, 1000, gpu)
     lengths = torch.full((rows,), 1000, device=gpu)
-    got = contiguous_scores(query, weight, key, lengths, width=1000, tile=HOPPER_TILE)
+    got = contiguous_scores(query, weight, key, lengths, width=1000, tile=tile)
     assert torch.equal(got, contiguous_scores(query, weight, key, lengths, width=1000, tile=PREFILL))
 
 
 @pytest.mark.gpu
+@BOTH
 @pytest.mark.parametrize("next_n", [1, 2, 64])
-def test_rings_that_wrap_many_times(gpu: torch.device, next_n: int) -> None:
+def test_rings_that_wrap_many_times(gpu: torch.device, tile: Tile, next_n: int) -> None:
     """Hundreds of tiles a block, from more memory than any cache holds: copies arrive late and out of order."""
     requests, count = 64 // next_n, 32_768
     cache = torch.empty(requests * count // PAGE_ENTRIES, PAGE_BYTES, dtype=torch.uint8, device=gpu)
@@ -124,7 +128,7 @@ def test_rings_that_wrap_many_times(gpu: torch.device, next_n: int) -> None:
     triton = PREFILL if next_n > 2 else Tile(group=next_n)
     want = paged_scores(*arguments, width=count, next_n=next_n, tile=triton)
     for _ in range(10):
-        assert torch.equal(paged_scores(*arguments, width=count, next_n=next_n, tile=HOPPER_TILE), want)
+        assert torch.equal(paged_scores(*arguments, width=count, next_n=next_n, tile=tile), want)
 
 
 @pytest.mark.gpu
@@ -172,8 +176,9 @@ def test_other_operands_are_left_to_triton(monkeypatch: pytest.MonkeyPatch) -> N
     query = torch.empty(16, 64, 128, dtype=torch.bfloat16, device="meta")
     assert hopper.kernel_for(query, 16) is None
     monkeypatch.setattr(hopper, "available", lambda device: True)
-    assert hopper.kernel_for(query, 16) == hopper.kernel_for(query, 8) == hopper.PREFILL
-    assert hopper.kernel_for(query[:3], 4) == hopper.PREFILL
+    assert hopper.kernel_for(query, 16) == hopper.kernel_for(query, 8) == hopper.PREFILL_TWO
+    assert hopper.kernel_for(query[:3], 4) == hopper.PREFILL_TWO
+    assert hopper.kernel_for(query, 16, hopper.PREFILL_FOUR) == hopper.PREFILL_FOUR
     assert hopper.kernel_for(query, 4) is None
     assert hopper.kernel_for(query, 1) == hopper.kernel_for(query[:1], 9) == hopper.DECODE_ONE
     assert hopper.kernel_for(query, 2) == hopper.DECODE_TWO

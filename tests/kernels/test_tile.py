@@ -7,6 +7,7 @@ import torch
 from difftest.kernels import tile
 from difftest.kernels.tile import (
     DECODE,
+    HOPPER_FOUR,
     HOPPER_TILE,
     INTERPRETED_TILE,
     PREFILL,
@@ -40,7 +41,7 @@ def test_a_record_wins_over_the_default_for_its_shape_only() -> None:
     assert choose("decode", 63, 65000, 1, GPU) == best
     assert choose("decode", 64, 65537, 1, GPU) == HOPPER_TILE
     assert portable("decode", 2, GPU) == DECODE[2]
-    assert choose("prefill", 8192, 8192, 8192, GPU) == HOPPER_TILE
+    assert choose("prefill", 8192, 8192, 8192, GPU) == HOPPER_FOUR
     assert portable("prefill", 8192, GPU) == PREFILL
 
 
