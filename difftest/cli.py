@@ -21,6 +21,7 @@ from .mutants.cli import app as mutants_app
 from .recall.cli import app as recall_app
 from .report_cli import report_command
 from .robust_cli import robust_command
+from .scale_cli import cluster_command, merge_command
 from .soak_cli import soak_command
 
 AGREES, DISAGREES, USAGE, CANNOT_JUDGE, HARNESS_ERROR = 0, 1, 2, 125, 128
@@ -258,6 +259,8 @@ for command in (
     bisect_command,
     blame_command,
     census_command,
+    cluster_command,
+    merge_command,
     replay_command,
     report_command,
     shrink_command,

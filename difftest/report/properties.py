@@ -6,7 +6,7 @@ from ..record import Record
 
 
 def properties(records: Iterable[Record]) -> Iterator[tuple[str, str]]:
-    """(name, value) pairs: every metric as `isolated.excess`, its bound as `isolated.excess.bound`, rules broken, skips.
+    """(name, value) pairs: every metric as `isolated.excess`, its bound as `isolated.excess.bound`, rules, skips.
 
     `metric` and `bound` name the decisive one of the isolated comparison: the metric closest to its bound.
     """

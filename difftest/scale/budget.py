@@ -2,12 +2,15 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from .. import cases
+from ..cases import registry
+from ..cases.case import Case
+from ..stages import stages_of
 
 KILL_MATRIX = Path(cases.__path__[0]) / "kill_matrix.json"
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -87,26 +90,54 @@ def _worth(unit: Candidate, covered: frozenset[str]) -> tuple[float, float, floa
     return len(unit.kills - covered) / cost, len(unit.kills) / cost, -cost
 
 
-def kills_by_case(file: Path = KILL_MATRIX) -> dict[str, set[str]]:
-    """Mutants that each case kills, by case id, from the kill matrix; empty where there is none.
+@dataclass(frozen=True)
+class Kill:
+    """One mutant that the matrix shows killed: by which case, of which family and mode, at which stage."""
 
-    Rows are {"mutant": name, "path": spec, "killed_by": a case id, a list of them, or of {"case": id}}. ValueError for
-    a file of another kind.
+    mutant: str
+    case: str
+    stage: str
+    family: str
+    mode: str
+
+    def also_by(self, case: Case, layer: int) -> bool:
+        """Whether `case` would show the mutant too: it is the case, or of its mode, with the stage and such data.
+
+        A mutant that shows on Gaussian data shows on any; one that needs a special family needs that family.
+        """
+        if case.id == self.case:
+            return True
+        alike = case.mode == self.mode and self.family in ("gaussian", case.family)
+        return alike and (not self.stage or self.stage in stages_of(case.config.kind(layer)))
+
+
+def read_kills(file: Path = KILL_MATRIX) -> list[Kill]:
+    """Killed mutants of the kill matrix, each with the case that it was tried on; empty where there is no matrix.
+
+    ValueError for a file of another kind.
     """
     if not file.is_file():
-        return {}
+        return []
     try:
-        raw = json.loads(file.read_text())
-        rows = raw["rows"] if isinstance(raw, dict) else raw
-        found: dict[str, set[str]] = {}
-        for row in rows:
-            for case in _cases(row.get("killed_by")):
-                found.setdefault(case, set()).add(f"{row['mutant']}@{row.get('path', '')}")
+        rows = json.loads(file.read_text())["rows"]
+        known = _bench_cases() | registry.all_cases()
+        return [
+            Kill(
+                f"{row['mutant']}@{row['path']}",
+                row["case"],
+                row.get("stage_seeded", ""),
+                known[row["case"]].family if row["case"] in known else "",
+                known[row["case"]].mode if row["case"] in known else "",
+            )
+            for row in rows
+            if row["killed_by"]
+        ]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{file} is no kill matrix ({error!r}); make it again with `make kill-matrix`") from error
-    return found
+        raise ValueError(f"{file} is no kill matrix ({error!r}); write one with `difftest mutants matrix`") from error
 
 
-def _cases(killed_by: Any) -> list[str]:
-    items = killed_by if isinstance(killed_by, list) else [killed_by] if killed_by else []
-    return [item["case"] if isinstance(item, Mapping) else str(item) for item in items]
+def _bench_cases() -> dict[str, Case]:
+    """The small cases that mutants are tried on, by id."""
+    from ..mutants import bench_cases
+
+    return {case.id: case for case in vars(bench_cases).values() if isinstance(case, Case)}

@@ -10,7 +10,7 @@ import pytest
 
 from ..cases.case import Case
 from ..scale.accounts import Planned
-from ..scale.budget import Candidate, Choice, choose, kills_by_case, parse_budget
+from ..scale.budget import Candidate, Choice, choose, parse_budget, read_kills
 from ..scale.needs import recorded_seconds, seconds
 from ..scale.shards import Shard, bare, plan_digest, split, unit_seconds
 
@@ -105,9 +105,10 @@ def apply_budget(config: pytest.Config, items: list[pytest.Item], budget: float)
     others = of_unit.pop("", [])
     costs = _costs(config, of_unit)
     matrix = config.getoption("--difftest-kill-matrix")
-    kills = kills_by_case(Path(matrix)) if matrix else kills_by_case()
+    kills = read_kills(Path(matrix)) if matrix else read_kills()
     candidates = [
-        Candidate(unit, costs[unit], frozenset(kills.get(_case(some[0]).id, ()))) for unit, some in of_unit.items()
+        Candidate(unit, costs[unit], frozenset(kill.mutant for kill in kills if kill.also_by(*_place(some[0]))))
+        for unit, some in of_unit.items()
     ]
     workers = int(getattr(config, "workerinput", {}).get("workercount", 1))
     choice = choose(candidates, budget, workers)
@@ -126,15 +127,13 @@ def _costs(config: pytest.Config, of_unit: Mapping[str, list[pytest.Item]]) -> d
     """Expected seconds of every unit: as pytest-split recorded them here, as shipped, or estimated."""
     tests = {bare(item.nodeid): unit for unit, some in of_unit.items() for item in some}
     measured = recorded_seconds() | unit_seconds(tests, durations(config))
-    return {
-        unit: seconds(_case(some[0]), some[0].callspec.params["layer"], measured)  # type: ignore[attr-defined]
-        for unit, some in of_unit.items()
-    }
+    return {unit: seconds(*_place(some[0]), measured) for unit, some in of_unit.items()}
 
 
-def _case(item: pytest.Item) -> Case:
-    case: Case = item.callspec.params["case"]  # type: ignore[attr-defined]
-    return case
+def _place(item: pytest.Item) -> tuple[Case, int]:
+    """Case and layer of one of the suite's tests."""
+    given = item.callspec.params  # type: ignore[attr-defined]
+    return given["case"], given["layer"]
 
 
 def _longest_first(config: pytest.Config, items: list[pytest.Item]) -> None:

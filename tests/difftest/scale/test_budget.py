@@ -3,7 +3,7 @@ import json
 import pytest
 from difftest.cases import registry
 
-from difftest.scale.budget import Candidate, choose, kills_by_case, parse_budget
+from difftest.scale.budget import Candidate, choose, parse_budget, read_kills
 from difftest.scale.needs import SCRATCH, memory_bytes, recorded_seconds, seconds
 
 
@@ -43,20 +43,36 @@ def test_something_runs_under_any_budget_and_workers_share_it():
     assert choose(units, 20, workers=2).chosen == list("abcd")
 
 
-def test_the_kill_matrix_is_read_in_either_shape(tmp_path):
+def matrix(*rows):
+    names = ("mutant", "case", "stage_seeded", "killed_by")
+    return json.dumps({"schema": 1, "rows": [{"path": "bf16-k", **dict(zip(names, row, strict=True))} for row in rows]})
+
+
+def test_a_mutant_counts_for_cases_that_would_show_it(tmp_path):
     file = tmp_path / "kill_matrix.json"
-    assert kills_by_case(file) == {}
+    assert read_kills(file) == []
     rows = [
-        {"mutant": "m1", "path": "p", "killed_by": ["a", {"case": "b"}]},
-        {"mutant": "m2", "path": "p", "killed_by": "a"},
+        ("lost-chunk", "mutant-chunked", "compressed", ["excess"]),
+        ("tie-order", "mutant-near-ties", "topk", ["range"]),
+        ("survivor", "mutant-chunked", "score", []),
+        ("named", "swa-1029", "kv", ["excess"]),
     ]
-    rows.append({"mutant": "m3", "path": "p", "killed_by": None})
-    for shape in (rows, {"rows": rows}):
-        file.write_text(json.dumps(shape))
-        assert kills_by_case(file) == {"a": {"m1@p", "m2@p"}, "b": {"m1@p"}}
+    file.write_text(matrix(*rows))
+    known = registry.all_cases()
+    shown = {
+        name: {kill.mutant for kill in read_kills(file) if kill.also_by(known[name], known[name].layers[0])}
+        for name in ("outlier-heavy-2999", "tie-band-3001", "gaussian-2117", "swa-1029", "hca-4500")
+    }
+    assert shown["outlier-heavy-2999"] == {"lost-chunk@bf16-k"}, "chunked, and any data shows it"
+    assert shown["tie-band-3001"] == {"tie-order@bf16-k", "named@bf16-k"}, "one needs this family, one any"
+    assert shown["gaussian-2117"] == shown["hca-4500"] == shown["swa-1029"] == {"named@bf16-k"}
+
+
+def test_another_kind_of_file_is_no_kill_matrix(tmp_path):
+    file = tmp_path / "kill_matrix.json"
     file.write_text('{"columns": 3}')
     with pytest.raises(ValueError, match="is no kill matrix"):
-        kills_by_case(file)
+        read_kills(file)
 
 
 def test_a_recorded_time_comes_before_a_siblings_and_an_estimate(tmp_path):

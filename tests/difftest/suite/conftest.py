@@ -11,7 +11,7 @@ import difftest.suite.selection  # noqa: F401  loaded here, so that runs in this
 QUICK = ("--pyargs", "difftest.suite", "-p", "no:cacheprovider", "--difftest-device", "cpu")
 TINY = (
     Case("tiny-9", "gaussian", (9,), rows=2, layers=(0, 1), brief=2, profiles=("smoke",)),
-    Case("tiny-300", "gaussian", (300,), rows=2, layers=(3,), profiles=("smoke",)),
+    Case("tiny-300", "gaussian", (300,), "decode", decode_tokens=2, rows=2, layers=(3,), profiles=("smoke",)),
 )
 PLUGIN = """
 from difftest.cases import registry

@@ -115,7 +115,9 @@ def test_a_budget_orders_by_catch_for_cost_and_lists_the_rest(suite, pytester):
     pytester.path.joinpath(".test_durations").write_text(
         durations(tiny_9_layer0=2, tiny_9_layer1=4, tiny_300_layer3=50)
     )
-    pytester.path.joinpath("kills.json").write_text(json.dumps([{"mutant": "no sink", "killed_by": ["tiny-300"]}]))
+    pytester.path.joinpath("kills.json").write_text(
+        json.dumps({"rows": [{"mutant": "no-sink", "path": "oracle", "case": "tiny-300", "killed_by": ["excess"]}]})
+    )
     options = (*TINY, "--difftest-case", "tiny-300", "--difftest-kill-matrix", "kills.json")
     result = suite(*options, "--difftest-budget", "53s", "--collect-only", "-q")
     ids = [line.split("[")[1] for line in result.outlines if "test_stage[" in line]
