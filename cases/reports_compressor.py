@@ -60,8 +60,8 @@ def _check_chunks(pool_in_chunks: Component) -> list[Violation]:
 
 
 def _stateful(chunks: Sequence[Tensor], ape: Tensor) -> list[Tensor]:
-    compressor = Compressor(ape, RATIO, DIM)
-    entries = torch.empty(0, DIM, dtype=torch.float64)
+    compressor = Compressor(ape, RATIO, ape.shape[1])
+    entries = torch.empty(0, ape.shape[1], dtype=torch.float64)
     out = []
     for chunk in chunks:
         entries = torch.cat((entries, compressor.feed(chunk)))
@@ -165,7 +165,7 @@ def _check_rollback(verify_and_roll_back: Component) -> list[Violation]:
 
 
 def _clean_rollback(prefill: Tensor, draft: Tensor, accepted: int, following: Tensor, ape: Tensor) -> Tensor:
-    compressor = Compressor(ape, RATIO, DIM, rollback_limit=len(draft))
+    compressor = Compressor(ape, RATIO, ape.shape[1], rollback_limit=len(draft))
     entries = torch.cat((compressor.feed(prefill), compressor.feed(draft)))
     void = compressor.rollback(len(draft) - accepted)
     return torch.cat((entries[: len(entries) - void], compressor.feed(following)))
