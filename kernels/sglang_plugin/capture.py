@@ -72,16 +72,24 @@ def around_layer(original: Any, layer: Any, x: Tensor, positions: Tensor, batch:
     if _active is None or not _wanted(_active, layer, batch):
         return original(layer, x, positions, batch, *rest, **named)
     backend = named.get("attn_backend", rest[0] if rest else None)
-    taps: dict[str, Tensor] = {}
-    with _tapped(layer, taps):
+    try:
+        kept = _Kept.of(layer, batch, backend, _active.flags.rows, x.device)
+    except Exception as error:
+        _end(layer, error)
+        return original(layer, x, positions, batch, *rest, **named)
+    with _tapped(layer, kept):
         result = original(layer, x, positions, batch, *rest, **named)
     try:
-        _keep(_active, layer, batch, backend, taps)
+        _keep(_active, layer, backend, kept)
     except Exception as error:
-        stop()
-        failed = PluginError(f"{PACKAGE}: the capture of layer {layer.layer_id} failed and has ended: {error}")
-        logger.error("%s", failed, exc_info=error)
+        _end(layer, error)
     return result
+
+
+def _end(layer: Any, error: Exception) -> None:
+    stop()
+    failed = PluginError(f"{PACKAGE}: the capture of layer {layer.layer_id} failed and has ended: {error}")
+    logger.error("%s", failed, exc_info=error)
 
 
 def whole_requests(batch: Any) -> list[tuple[int, int]]:
@@ -129,25 +137,26 @@ def _graphs() -> bool:
 
 
 @contextmanager
-def _tapped(layer: Any, taps: dict[str, Tensor]) -> Iterator[None]:
-    """Keeps the outputs of the layer's projections in `taps` for the length of the block."""
+def _tapped(layer: Any, kept: "_Kept") -> Iterator[None]:
+    """Copies the wanted rows of the layer's projections into `kept.taps` as soon as they are computed, since SGLang may
+    rotate or normalise them in place.
+    """
     indexer, handles, patched = layer.indexer, [], []
 
-    def tap(module: Any, name: str) -> None:
+    def tap(module: Any, name: str, index: Tensor) -> None:
         def keep(_: Any, __: Any, output: Any) -> None:
-            taps[name] = output[0] if isinstance(output, tuple) else output
+            kept.taps[name] = (output[0] if isinstance(output, tuple) else output)[index]
 
         handles.append(module.register_forward_hook(keep))
 
-    tap(layer.wq_b, "attn_query")
-    tap(layer.wqkv_a if layer.fuse_wqa_wkv else layer.wkv, "latent")
+    tap(layer.wq_b, "attn_query", kept.rows)
+    tap(layer.wqkv_a if layer.fuse_wqa_wkv else layer.wkv, "latent", kept.window)
     if indexer is not None:
-        tap(indexer.wq_b, "index_query")
-        tap(indexer.weights_proj, "index_weight")
-    for name, compressor in (("main", layer.compressor), ("index", indexer and indexer.compressor)):
-        if compressor is not None:
-            patched.append(compressor)
-            _tap_compressor(compressor, name, taps)
+        tap(indexer.wq_b, "index_query", kept.rows)
+        tap(indexer.weights_proj, "index_weight", kept.rows)
+    for name, compressor in _compressors(layer):
+        patched.append(compressor)
+        _tap_compressor(compressor, name, kept)
     try:
         yield
     finally:
@@ -157,22 +166,25 @@ def _tapped(layer: Any, taps: dict[str, Tensor]) -> Iterator[None]:
             del compressor.compute_kv_score  # the class's own again
 
 
-def _tap_compressor(compressor: Any, name: str, taps: dict[str, Tensor]) -> None:
+def _compressors(layer: Any) -> list[tuple[str, Any]]:
+    parts = (("main", layer.compressor), ("index", layer.indexer and layer.indexer.compressor))
+    return [(name, compressor) for name, compressor in parts if compressor is not None]
+
+
+def _tap_compressor(compressor: Any, name: str, kept: "_Kept") -> None:
     original = compressor.compute_kv_score
 
     def compute(*arguments: Any, **named: Any) -> Any:
-        taps[f"{name}.kv_score"] = result = original(*arguments, **named)
+        result = original(*arguments, **named)
+        kept.taps[f"{name}.kv_score"] = result[kept.tokens].float()
         return result
 
     compressor.compute_kv_score = compute
 
 
-def _keep(active: _Capture, layer: Any, batch: Any, backend: Any, taps: dict[str, Tensor]) -> None:
-    """Cuts the taps down to the step's whole requests and chosen rows, starts the copies and queues the file."""
-    model = backend.model_runner.model_config.hf_text_config
-    config = record.constants(model, layer.n_local_heads)
-    requests = whole_requests(batch)
-    tensors = _layer_tensors(layer, backend, taps, requests, active.flags.rows, config)
+def _keep(active: _Capture, layer: Any, backend: Any, kept: "_Kept") -> None:
+    """Starts the copies to the host and queues the file, if it is within the limit on bytes."""
+    tensors = _layer_tensors(layer, backend, kept)
     size = sum(tensor.nbytes for tensor in tensors.values())
     if size > active.left:
         logger.warning(
@@ -191,84 +203,79 @@ def _keep(active: _Capture, layer: Any, batch: Any, backend: Any, taps: dict[str
     if done is not None:
         done.record()
     name = f"step-{active.seen:04d}-layer-{layer.layer_id:02d}"
-    lengths = tuple(length for _, length in requests)
-    captured = record.Layer(name, layer.layer_id, config, lengths, host, "captured from a running SGLang")
+    lengths = tuple(length for _, length in kept.requests)
+    captured = record.Layer(name, layer.layer_id, kept.config, lengths, host, "captured from a running SGLang")
     _queue(active, _Pending(captured, active.flags.folder / rank_name(), done))
 
 
-def _layer_tensors(
-    layer: Any,
-    backend: Any,
-    taps: dict[str, Tensor],
-    requests: list[tuple[int, int]],
-    rows: int,
-    config: dict[str, Any],
-) -> dict[str, Tensor]:
+def _layer_tensors(layer: Any, backend: Any, kept: "_Kept") -> dict[str, Tensor]:
     """Every tensor of `LayerInputs` by its dotted name, on the device where it was."""
-    device = taps["latent"].device
-    plan = _Rows.of(requests, rows, int(config[WINDOW]))
-    tokens, row, window = (index.to(device, non_blocking=True) for index in (plan.tokens, plan.rows, plan.window))
-    latent = taps["latent"][..., layer.q_lora_rank :] if layer.fuse_wqa_wkv else taps["latent"]
+    latent, rows = kept.taps["latent"], len(kept.rows)
     found = {
-        "attn_query": taps["attn_query"][row].view(len(row), layer.n_local_heads, layer.head_dim),
-        "window_kv": latent[window],
+        "attn_query": kept.taps["attn_query"].view(rows, layer.n_local_heads, layer.head_dim),
+        "window_kv": latent[..., layer.q_lora_rank :] if layer.fuse_wqa_wkv else latent,
         "attn_sink": _local_sink(layer).float(),
         "kv_norm_weight": layer.kv_norm.weight.float(),
-        "page_table": _page_table(backend, requests, device),
-        **plan.host,
+        "page_table": _page_table(backend, kept.requests, latent.device),
+        **kept.host,
     }
     if layer.indexer is not None:
-        heads, dim = config["index_n_heads"], config["index_head_dim"]
-        found["index_query"] = taps["index_query"][row].view(len(row), heads, dim)
-        found["index_weight"] = taps["index_weight"][row]
-    for name, compressor in (("main", layer.compressor), ("index", layer.indexer and layer.indexer.compressor)):
-        if compressor is not None:
-            width = compressor.head_dim
-            found[f"{name}.kv_score"] = taps[f"{name}.kv_score"][tokens].float()
-            found[f"{name}.ape"] = compressor.ape.view(-1, width).float()
-            found[f"{name}.norm_weight"] = compressor.norm.weight.float()
-            found[f"{name}.pooled_prefix"] = torch.empty(0, width)
+        heads, dim = kept.config["index_n_heads"], kept.config["index_head_dim"]
+        found["index_query"] = kept.taps["index_query"].view(rows, heads, dim)
+        found["index_weight"] = kept.taps["index_weight"]
+    for name, compressor in _compressors(layer):
+        width = compressor.head_dim
+        found[f"{name}.kv_score"] = kept.taps[f"{name}.kv_score"]
+        found[f"{name}.ape"] = compressor.ape.view(-1, width).float()
+        found[f"{name}.norm_weight"] = compressor.norm.weight.float()
+        found[f"{name}.pooled_prefix"] = torch.empty(0, width)
     return found
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """Which tokens of a step are kept: all `tokens` of the requests, `rows` that are compared, `window` latents."""
+class _Kept:
+    """What is kept of a step: all `tokens` of its whole requests, `rows` that are compared, `window` latents (int64
+    numbers of tokens in the step, on the device), their places on the host, the constants, and the taps as they fill.
+    """
 
+    requests: list[tuple[int, int]]
+    config: dict[str, Any]
     tokens: Tensor
     rows: Tensor
     window: Tensor
     host: dict[str, Tensor]
+    taps: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, requests: list[tuple[int, int]], rows: int, reach: int) -> "_Rows":
-        """The last rows of every request, about `rows` in all, and the latents in their windows of `reach` tokens."""
-        share = max(1, rows // len(requests))
-        names = ("tokens", "rows", "window", "index", "row_request", "row_position", "seen_request", "seen_position")
-        parts: dict[str, list[Tensor]] = {name: [] for name in names}
-        kept = 0
-        for request, (first, length) in enumerate(requests):
-            position = torch.arange(max(0, length - share), length)
-            seen = torch.arange(max(0, int(position[0]) - reach + 1), length)
-            parts["tokens"].append(first + torch.arange(length))
-            parts["rows"].append(first + position)
-            parts["window"].append(first + seen)
-            back = position[:, None] - torch.arange(reach - 1, -1, -1)[None, :]
-            parts["index"].append(torch.where(back < 0, -1, back - seen[0] + kept))
-            parts["row_request"].append(torch.full_like(position, request))
-            parts["row_position"].append(position)
-            parts["seen_request"].append(torch.full_like(seen, request))
-            parts["seen_position"].append(seen)
-            kept += len(seen)
-        packed = {name: torch.cat(part) for name, part in parts.items()}
-        host = {
-            "row_request": packed["row_request"],
-            "row_position": packed["row_position"],
-            "window_request": packed["seen_request"],
-            "window_position": packed["seen_position"],
-            "window_index": packed["index"],
-        }
-        return cls(packed["tokens"], packed["rows"], packed["window"], host)
+    def of(cls, layer: Any, batch: Any, backend: Any, rows: int, device: torch.device) -> "_Kept":
+        """The last rows of every request, about `rows` in all, and the latents in their windows."""
+        requests = whole_requests(batch)
+        config = record.constants(backend.model_runner.model_config.hf_text_config, layer.n_local_heads)
+        packed = _places(requests, rows, int(config[WINDOW]))
+        step = {name: packed.pop(name).to(device, non_blocking=True) for name in ("tokens", "rows", "window")}
+        return cls(requests, config, **step, host=packed)
+
+
+def _places(requests: list[tuple[int, int]], rows: int, reach: int) -> dict[str, Tensor]:
+    """Int64 numbers of the step's `tokens`, `rows` and `window` latents; other names are fields of `LayerInputs`."""
+    share = max(1, rows // len(requests))
+    parts: dict[str, list[Tensor]] = {}
+
+    def add(**pieces: Tensor) -> None:
+        for name, piece in pieces.items():
+            parts.setdefault(name, []).append(piece)
+
+    kept = 0
+    for request, (first, length) in enumerate(requests):
+        position = torch.arange(max(0, length - share), length)
+        seen = torch.arange(max(0, int(position[0]) - reach + 1), length)
+        back = position[:, None] - torch.arange(reach - 1, -1, -1)[None, :]
+        add(tokens=first + torch.arange(length), rows=first + position, window=first + seen)
+        add(row_request=torch.full_like(position, request), row_position=position)
+        add(window_request=torch.full_like(seen, request), window_position=seen)
+        add(window_index=torch.where(back < 0, -1, back - seen[0] + kept))
+        kept += len(seen)
+    return {name: torch.cat(pieces) for name, pieces in parts.items()}
 
 
 def _local_sink(layer: Any) -> Tensor:

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Runs the SGLang plugin on a machine with a GPU and no package registry, from the repository root; writes to $OUT.
 # Needs in .psrv: site.tar.xz (SGLang's packages and what its engine imports), and wheels besides.
-# Takes built operators from .cache/jit.tar.xz if there. Usage: tests/gpu/plugin.sh STEP...  (layer cost on off compare)
+# Takes built operators from jit.tar.xz in .psrv or .cache if there. Usage: tests/gpu/plugin.sh STEP...  (layer cost on off compare)
 set -u
 : "${OUT:=runs/gpu}"
 work=${WORK:-/tmp/difftest-plugin}
 mkdir -p "$OUT" "$work/site" "$work/logs" "$work/jit" "$work/serve"
 [ -d "$work/site/sglang" ] || tar -C "$work/site" -xJf .psrv/site.tar.xz &
-[ -f .cache/jit.tar.xz ] && tar -C "$work/jit" -xJf .cache/jit.tar.xz
+for built in .cache/jit.tar.xz .psrv/jit.tar.xz; do [ -f "$built" ] && tar -C "$work/jit" -xJf "$built"; done
 wait
 for wheel in .psrv/*.whl; do python3 -m zipfile -e "$wheel" "$work/site"; done
 python3 tests/gpu/link_checkout.py "$work/site"

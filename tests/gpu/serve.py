@@ -90,9 +90,9 @@ def main(folder: Path, name: str) -> None:
                 "cached": answer["meta_info"].get("cached_tokens"),
                 "seconds": seconds,
             }
-            packed = answer["meta_info"].get("indexer_topk")
-            if packed:
-                arrays[f"{kind}, {attempt}"] = np.frombuffer(base64.b64decode(packed), dtype=np.int32)
+            picks = answer["meta_info"].get("indexer_topk")
+            if picks is not None:
+                arrays[f"{kind}, {attempt}"] = unpacked(picks)
     with alone(folder):
         server.ask(prompt(LONG, 0), 1)
         found["prefill seconds"] = [server.ask(prompt(LONG, seed), 1)[1] for seed in (1, 2, 3)]
@@ -104,6 +104,13 @@ def main(folder: Path, name: str) -> None:
     (folder / f"{name}.json").write_text(json.dumps(found, indent=1, default=str))
     print(json.dumps({key: value for key, value in found.items() if "," not in key}, default=str))
     server.engine.shutdown()
+
+
+def unpacked(picks: Any) -> np.ndarray:
+    """Picks int32 [tokens * layers * k], as text where a detokenizer packed them, else as they are."""
+    if isinstance(picks, str):
+        return np.frombuffer(base64.b64decode(picks), dtype=np.int32)
+    return np.asarray(picks, dtype=np.int32).reshape(-1)
 
 
 def capacity(info: dict[str, Any]) -> dict[str, Any]:

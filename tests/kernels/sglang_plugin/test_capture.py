@@ -93,7 +93,7 @@ class Layer(nn.Module):
 
     def _forward_prepare(self, x: Tensor, positions: Tensor, batch: object, attn_backend: object) -> str:
         lora = self.wqkv_a(x)[0][:, :RANK]
-        self.wq_b(lora)
+        self.wq_b(lora)[0].zero_()  # rotated in place, say
         if self.indexer is not None:
             self.indexer.weights_proj(x)
             self.indexer.wq_b(lora)
