@@ -45,8 +45,8 @@ class Tile:
 
 HOPPER_TILE = Tile(kernel="hopper")
 HOPPER_FOUR = Tile(kernel="hopper four")
-HOPPER_DEFAULT: dict[Kind, Tile] = {"decode": HOPPER_TILE, "prefill": HOPPER_FOUR}
-"""The choice on Hopper; where its kernels do not serve the operands, `portable` says what does."""
+"""Prefill on Hopper unless a record says otherwise; where its kernels do not serve the operands, `portable` says what
+does. Decode is Triton's: both wait for the memory, and the Hopper kernel is a candidate for tuning."""
 
 INTERPRETED_TILE = Tile(keys=8192, group=1, programs=2)
 """On the CPU every step costs about the same whatever its size, so steps are large."""
@@ -105,8 +105,8 @@ def _choice(folder: str | None, kind: Kind, rows: int, width: int, group: int, d
     found = _records(records_file()).get(shape_key(kind, rows, width, group, device))
     if found is not None:
         return found
-    if torch.cuda.get_device_capability(device)[0] == HOPPER:
-        return HOPPER_DEFAULT[kind]
+    if kind == "prefill" and torch.cuda.get_device_capability(device)[0] == HOPPER:
+        return HOPPER_FOUR
     return portable(kind, group, device)
 
 

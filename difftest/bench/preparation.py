@@ -56,11 +56,13 @@ def stores(pools: Pools, entries: int) -> list[Contender]:
     def planned() -> list[Callable[[], object]]:
         plan = fp8.prefill_plan(entries * RATIO, RATIO).plan_c
         torch.cuda.synchronize()
-        keep = {"mode": "prefill", "ratio": RATIO}
         return [
-            partial(prepare_cuda.store_planned, values, plan, weight, EPS, table, location, pools.bf16, **keep)
+            partial(
+                prepare_cuda.store_planned, values, plan, weight, EPS, table, location, pools.bf16,
+                mode="prefill", ratio=RATIO,
+            )
             for values, location in zip(pooled, locations, strict=True)
-        ]
+        ]  # fmt: skip
 
     triton = [
         partial(store.store, values, weight, EPS, table, positions, slot, pools.bf16)

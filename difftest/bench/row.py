@@ -14,7 +14,7 @@ class Ceilings:
 
     read    bytes per second of a reduction over memory that no cache holds.
     copy    bytes per second of a copy, read and written bytes together.
-    matmul  bf16 operations per second of a square torch product, two a multiply-add.
+    matmul  bf16 operations per second of a square torch product under load, two a multiply-add.
     """
 
     read: float

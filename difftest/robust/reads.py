@@ -116,7 +116,7 @@ def _poison(read: Read, s: Scene, base: Tensor) -> str:
 
 
 def _guards(read: Read, s: Scene, base: Tensor) -> str:
-    buffer, out = guarded_output(*base.shape, base.device)
+    buffer, out = guarded_output(base.shape[0], base.shape[1], base.device)
     read.scores(s, out)
     if not same_bits(out, base):
         return f"with a row stride of its own: {difference(out.contiguous(), base)}"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from difftest.kernels import tile, tune
-from difftest.kernels.tile import HOPPER_TILE, Tile, candidates, choose
+from difftest.kernels.tile import DECODE, HOPPER_TILE, Tile, candidates, choose
 
 GPU = torch.device("cuda", 0)
 BEST = Tile(stages=5, programs=0, split=16)
@@ -35,7 +35,7 @@ def test_the_fastest_that_runs_is_recorded() -> None:
     assert BEST in candidates("decode")
     assert tune.tune("decode", 64, 4096, 1, launch, GPU) == BEST
     assert choose("decode", 60, 4000, 1, GPU) == BEST
-    assert choose("decode", 8, 4000, 1, GPU) == HOPPER_TILE
+    assert choose("decode", 8, 4000, 1, GPU) == DECODE[1]
 
 
 def test_no_candidate_and_a_capture_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
