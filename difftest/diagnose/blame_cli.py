@@ -119,6 +119,8 @@ def _show_switches(decided: Decided, trials: Trials) -> None:
     lines.append(f"{'every switch on':<{width}}  {trials.trial(every).why}")
     for name in trials.switches:
         lines.append(f"{name:<{width}}  alone {decided.alone[name]}, all but it {decided.without[name]}")
+        if decided.alone[name] == "other":
+            lines.append(f"{'':<{width}}  {trials.trial(frozenset({name})).why}")
     if decided.none == decided.every == "passes":
         lines.append("nothing to blame")
     else:
