@@ -68,6 +68,9 @@ def describe(curve: Curve) -> str:
     if curve.half is not None and curve.onset is not None:
         parts.append(f"a tenth lost at {round_length(curve.onset)}, half at {round_length(curve.half)}")
     parts.append(f"recall {last.recall:.2f} at {last.length:,}")
+    lowest = min(curve.exercised, key=lambda point: point.recall)
+    if curve.shape == "gradual loss" and lowest.recall < last.recall:
+        parts.append(f"lowest {lowest.recall:.2f} at {lowest.length:,}")
     if curve.at_chance:
         parts.append("no better than chance")
     if curve.shape == "rare loss":
