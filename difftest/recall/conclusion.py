@@ -11,6 +11,7 @@ FP8_ALONE = ("sglang-fp8", "fp8 q and K", "sglang-fp8-model", "fp8 K only")
 ORDER: tuple[tuple[Shape, str], ...] = (
     ("cliff near 4.5k", "A cliff near 4.5k"),
     ("cliff elsewhere", "A cliff elsewhere"),
+    ("loss without choice", "A loss even where every entry may be selected"),
     ("gradual loss", "A gradual loss"),
     ("rare loss", "A rare loss, recall at least 0.9 at every length"),
     ("no loss", "No loss at all"),

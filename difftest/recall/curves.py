@@ -9,7 +9,14 @@ from typing import Literal
 from .sweep_cell import Cell
 
 Shape = Literal[
-    "not exercised", "crashed", "no loss", "rare loss", "gradual loss", "cliff near 4.5k", "cliff elsewhere"
+    "not exercised",
+    "crashed",
+    "loss without choice",
+    "no loss",
+    "rare loss",
+    "gradual loss",
+    "cliff near 4.5k",
+    "cliff elsewhere",
 ]
 CLIFF_SHAPES: tuple[Shape, ...] = ("cliff near 4.5k", "cliff elsewhere")
 
@@ -51,7 +58,8 @@ class Curve:
                   it stays above.
     lift          (found - expected by chance) / (all - expected by chance) over exercised lengths: 1 is all, 0 chance.
     lift_low, lift_high   its 95 % interval.
-    unexplained   lost needles whose margin is 1 or more of the declared error bound.   lost  all lost ones.
+    unexplained   lost needles whose margin is 1 or more of the declared error bound, and those of `unforced`.
+    lost          lost needles of rows that had to choose; `unforced`: lost ones of rows that could select all they see.
     margin_lost   largest margin of a lost needle, in units of the bound; None when none was lost.
     below         needles left out because the exact selection does not hold them either.
     """
@@ -70,6 +78,7 @@ class Curve:
     unexplained: int
     margin_lost: float | None
     below: int = 0
+    unforced: int = 0
     error: str = ""
 
     @property
@@ -89,6 +98,8 @@ class Curve:
     def shape(self) -> Shape:
         if self.error:
             return "crashed"
+        if self.unforced:
+            return "loss without choice"
         if not self.exercised:
             return "not exercised"
         if self.half is None or self.onset is None:
@@ -114,6 +125,7 @@ def _curve(distractor: str, variant: str, group: str, k: int, cells: Sequence[Ce
     every, cells = cells, [cell for cell in cells if not cell.below]
     points = tuple(_point(length, cells) for length in sorted({cell.length for cell in cells if cell.result}))
     lost = [cell for cell in cells if cell.exercised and cell.result and not cell.result.selected]
+    unforced = sum(not cell.exercised and not cell.result.selected for cell in cells if cell.result)
     margins = [cell.result.margin for cell in lost if cell.result and cell.result.margin is not None]
     chosen = [point for point in points if point.exercised]
     lift, low, high = _lift(chosen)
@@ -132,7 +144,8 @@ def _curve(distractor: str, variant: str, group: str, k: int, cells: Sequence[Ce
         lift_low=low,
         lift_high=high,
         lost=len(lost),
-        unexplained=sum(not cell.explained for cell in lost),
+        unexplained=sum(not cell.explained for cell in lost) + unforced,
+        unforced=unforced,
         margin_lost=max(margins) if margins else None,
         below=len(every) - len(cells),
         error=errors[0] if errors else "",

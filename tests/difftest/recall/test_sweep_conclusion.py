@@ -1,5 +1,7 @@
 """Curves and the conclusion: computed from the cells, so that other cells give another conclusion."""
 
+from dataclasses import replace
+
 import pytest
 
 from difftest.recall.conclusion import conclusion
@@ -104,6 +106,17 @@ def test_the_place_of_a_cliff_is_compared_with_a_random_choice() -> None:
     text = said(cells("a", random_choice()), cells("b", random_choice(1024), k=1024))
     assert "With k 512, 1 curves fall" in text and "half at 4,096" in text
     assert "With k 1024, 1 curves fall" in text and "half at 8,192" in text
+
+
+def test_a_needle_lost_where_nothing_competes_is_a_fault_of_its_own() -> None:
+    made = cells("x", {}, "path")
+    first = next(place for place, cell in enumerate(made) if not cell.exercised)
+    found = made[first].result
+    assert found is not None
+    made[first] = replace(made[first], result=replace(found, selected=False))
+    curve = only(made)
+    assert curve.shape == "loss without choice" and curve.unexplained == 1 and curve.lost == 0
+    assert "A loss even where every entry may be selected: x" in said(made)
 
 
 def test_a_variant_that_raises_is_said() -> None:
