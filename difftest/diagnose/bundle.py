@@ -30,7 +30,7 @@ from ..policy import SHIPPED, Policy, load_policy
 from ..record import append_records
 from ..reference.inputs import LayerInputs
 from ..text import place
-from .intervals import limits_of
+from .intervals import limits_of, outside
 from .repro import maker, script
 from .shrink import Shrunk, sizes
 from .signature import Examined, Signature
@@ -89,12 +89,14 @@ def write(folder: Path, shrunk: Shrunk, path: TestedPath, origin: Origin) -> Pat
         Capture(_small_case(origin, inputs), inputs, f"{said}; {shrunk.neighbour.change}").save(folder / PASSING)
     Capture(_small_case(origin, seen.inputs), seen.inputs, said).save(folder / INPUTS)
     seen.trace.save(folder / GOT)
-    save_file(_expected(seen, path), folder / EXPECTED)
+    expected = _expected(seen, path)
+    save_file(expected, folder / EXPECTED)
     append_records(folder / RECORDS, seen.records)
     made = maker(path, origin.spec)
     if made:
+        off = outside(seen.trace.stages.get(shrunk.signature.stage, {}), expected)
         title = f"{origin.case.id}, layer {origin.layer}, {origin.spec or path.name}: {seen.verdict.headline}"
-        (folder / SCRIPT).write_text(script(made, shrunk.signature, title, seen.verdict.why, origin.device))
+        (folder / SCRIPT).write_text(script(made, shrunk.signature, title, seen.verdict.why, origin.device, off))
     if origin.policy not in SHIPPED:
         (folder / POLICY).write_text(Path(origin.policy).read_text())
     (folder / MANIFEST).write_text(json.dumps(_manifest(folder, shrunk, path, origin), indent=2) + "\n")

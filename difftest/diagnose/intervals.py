@@ -19,15 +19,16 @@ from ..metrics import FP64_SLACK
 from ..paths.base import Declaration
 from ..quantised import SCALE_ROUNDINGS, is_quantised, scale_ball
 from ..record import Record
-from ..reference.formats import FORMATS, SCALINGS
+from ..reference.formats import FORMATS, SCALINGS, pow2_ceil
 from ..reference.inputs import LayerInputs
-from ..trace import Trace
+from ..trace import StageTensors, Trace
 
 READBACK = 4 * UNIT_FP32
 """A dequantised value is a code times a scale, rounded to fp32; the script takes the scale out again."""
 
 Limits = dict[str, Tensor]
-"""`NAME.exact`, `NAME.low`, `NAME.high` of every tensor of the stage; `NAME.unit` where it holds codes times a scale;
+"""`NAME.exact`, `NAME.low`, `NAME.high` of every tensor of the stage; `NAME.unit` where it holds codes times a scale
+(NaN for dims that do not);
 `limit.RULE` for rules about a whole row, head or tensor: the largest error norm, or projection, that passes."""
 
 
@@ -68,22 +69,32 @@ def _plain(name: str, ball: Ball, rounding: str) -> Limits:
 
 
 def _stored(name: str, ball: Ball, stored: str) -> Limits:
-    """Limits in a stored format. Codes are compared in units of the exact scale, and the scale by itself."""
+    """Limits in a stored format. Codes are compared in units of the exact scale, and the scale by itself.
+
+    A power-of-two scale is exact, but may be one of two where the exact one is within its radius of a power of two:
+    then what passes under either passes. A raw scale is not, and moves every quotient by its own radius.
+    """
     if not is_quantised(stored):
         return _plain(name, ball, stored)
     scaling = SCALINGS[stored]
     block = min(scaling.block, ball.mid.shape[-1])
     blocks = Ball(torch.unflatten(ball.mid, -1, (-1, block)), torch.unflatten(ball.rad, -1, (-1, block)))
     wanted = scale_ball(blocks, scaling)
-    scale = scaling.round(wanted.mid)
-    unit = scale.repeat_interleave(block, -1)
-    inexact = SECOND_ORDER * SCALE_ROUNDINGS * UNIT_FP32 + (wanted.rad / wanted.mid).repeat_interleave(block, -1)
-    quotient = ball.mid / unit
-    rad = ball.rad / unit + inexact * quotient.abs()
-    low, high = (scaling.format.round(quotient + sign * rad) * unit for sign in (-1, 1))
-    ends = {f"{name}.low": low - READBACK * low.abs(), f"{name}.high": high + READBACK * high.abs()}
-    ends |= {f"scale.{end}": scaling.round(wanted.mid + sign * wanted.rad) for end, sign in (("low", -1), ("high", 1))}
-    return {f"{name}.exact": ball.mid, f"{name}.unit": unit, "scale.exact": wanted.mid, **ends}
+    ends = {end: scaling.round(wanted.mid + sign * wanted.rad) for end, sign in (("low", -1), ("high", 1))}
+    unit = scaling.round(wanted.mid).repeat_interleave(block, -1)
+    units, inexact = [unit], SECOND_ORDER * SCALE_ROUNDINGS * UNIT_FP32 + (wanted.rad / wanted.mid)
+    if scaling.round is pow2_ceil:
+        units, inexact = [end.repeat_interleave(block, -1) for end in ends.values()], torch.zeros_like(wanted.mid)
+    low, high = [], []
+    for one in units:
+        quotient = ball.mid / one
+        rad = ball.rad / one + inexact.repeat_interleave(block, -1) * quotient.abs()
+        low.append(scaling.format.round(quotient - rad) * one)
+        high.append(scaling.format.round(quotient + rad) * one)
+    least, most = torch.stack(low).amin(0), torch.stack(high).amax(0)
+    found = {f"{name}.exact": ball.mid, f"{name}.unit": unit, "scale.exact": wanted.mid}
+    found |= {f"{name}.low": least - READBACK * least.abs(), f"{name}.high": most + READBACK * most.abs()}
+    return found | {f"scale.{end}": scale for end, scale in ends.items()}
 
 
 def _score(record: Record, inputs: LayerInputs, trace: Trace, declares: Declaration) -> Limits:
@@ -109,6 +120,9 @@ def _latents(inputs: LayerInputs, declares: Declaration) -> Limits:
         flat = _stored(name, _joined((nope for nope, _ in both), inputs.config.head_dim - rope), stored)
         turned = _plain(name, _joined((tail for _, tail in both), rope), declares.rope_tail.stored)
         found |= {f"{name}.{end}": torch.cat((flat[f"{name}.{end}"], turned[f"{name}.{end}"]), -1) for end in ENDS}
+        if f"{name}.unit" in flat:
+            plain = torch.full_like(turned[f"{name}.exact"], math.nan)
+            found[f"{name}.unit"] = torch.cat((flat[f"{name}.unit"], plain), -1)
     return found
 
 
@@ -140,3 +154,16 @@ def _attention(inputs: LayerInputs, trace: Trace, declares: Declaration) -> Limi
         "limit.gain": quantile() * variance.sqrt() + shift,
         "limit.gain_all": (quantile() * variance.sum().sqrt() + shift.sum())[None],
     }
+
+
+def outside(tensors: StageTensors, limits: Limits) -> bool:
+    """Whether an element of a stage's tensors is outside its limits, as the script's element check has it."""
+    for name in (key.removesuffix(".low") for key in limits if key.endswith(".low")):
+        if name in tensors:
+            x, low, high = tensors[name].double().cpu(), limits[f"{name}.low"], limits[f"{name}.high"]
+            if f"{name}.unit" in limits and "scale" in tensors:
+                scale = tensors["scale"].double().cpu()
+                x = x / scale.repeat_interleave(x.shape[-1] // scale.shape[-1], -1) * limits[f"{name}.unit"]
+            if x.shape != low.shape or bool(((x < low) | (x > high) | x.isnan()).any()):
+                return True
+    return False

@@ -36,9 +36,11 @@ def _importable(kind: type) -> bool:
     return "<" not in kind.__qualname__ and kind.__module__ != "__main__"
 
 
-def script(made: Maker, signature: Signature, title: str, sentence: str, device: str) -> str:
-    """The text of the script; at most PAGE lines."""
+def script(made: Maker, signature: Signature, title: str, sentence: str, device: str, by_element: bool) -> str:
+    """The text of the script; at most PAGE lines. by_element: some single element is outside its limits."""
     rule = signature.rule if signature.rule in CHECKS else "topk" if signature.stage == "topk" else "excess"
+    if rule == "grid" and by_element:
+        rule = "excess"
     chained = "" if signature.comparison == "accumulated" else "name: stages[name] for name in stages if name != STAGE"
     return TEMPLATE.format(
         title=title,
@@ -160,6 +162,13 @@ CHECKS: Mapping[str, str] = {
                 yield f"row {row}: {chosen} is not {wanted} different entries below {visible}, padding behind them"
             elif left > min((score[entry] for entry in picked), default=torch.inf):
                 yield f"row {row} selects {picked} and leaves out a score of {left}; its scores are {score}"
+    """,
+    "grid": """
+        for name in [key[:-5] for key in limit if key.endswith(".unit")]:
+            code = got[name].double() / limit[name + ".unit"]  # NaN for dims that hold no codes
+            off = (code - code.float().to(torch.float8_e4m3fn).double()).abs() > 2**-20 * code.abs()
+            for at in map(tuple, off.nonzero()[:1].tolist()):
+                yield f"{name}{at}: {got[name][at]} is no e4m3 code times the scale {limit[name + '.unit'][at]}"
     """,
     "uniform_scale": """
         shown = limit["value.exact"].isfinite()

@@ -212,7 +212,9 @@ def show(found: Shrunk, folder: Path) -> None:
     say(f"same failure ({found.signature.words()}) in {found.tries} tries, {found.seconds:.1f} s{stopped}:")
     say(f"  {found.smallest.verdict.text}")
     if found.neighbour:
-        say(f"passes with one change: {found.neighbour.change} ({found.neighbour.distance:,} values differ)")
+        count = found.neighbour.distance
+        differ = "1 value differs" if count == 1 else f"{count:,} values differ"
+        say(f"passes with one change: {found.neighbour.change} ({differ})")
     else:
         say("no smaller or simpler layer passes: all that were tried fail, or cannot be judged")
     size = sum(file.stat().st_size for file in folder.iterdir())
