@@ -60,7 +60,7 @@ def paged_scores(
             f"width {out.shape[1]} needs {-(-out.shape[1] // PAGE_ENTRIES)} pages a row, the page table has "
             f"{page_table.shape[1]}: widen the table or lower the width"
         )
-    tile = tile or _choose("decode" if next_n < PREFILL_ROWS else "prefill", query, out.shape[1], next_n)
+    tile = tile or tile_for("decode" if next_n < PREFILL_ROWS else "prefill", query, out.shape[1], next_n)
     if tile.kernel != "triton":
         _launch_hopper(tile, query, weight, cache, page_table, request, lengths, out, fill, next_n)
         return out
@@ -92,7 +92,7 @@ def contiguous_scores(
     out = _output(lengths, width, out)
     if out.shape[1] > len(keys):
         raise ValueError(f"width {out.shape[1]} is more than the {len(keys)} keys: lower the width or the lengths")
-    tile = tile or _choose("prefill", query, out.shape[1], len(query))
+    tile = tile or tile_for("prefill", query, out.shape[1], len(query))
     if tile.kernel != "triton":
         _launch_hopper(tile, query, weight, keys, None, None, lengths, out, fill, max(1, len(query)))
         return out
@@ -100,8 +100,8 @@ def contiguous_scores(
     return out
 
 
-def _choose(kind: Kind, query: Tensor, width: int, next_n: int) -> Tile:
-    """The recorded or default tile; the Triton kernel's where the Hopper kernel does not serve the operands."""
+def tile_for(kind: Kind, query: Tensor, width: int, next_n: int) -> Tile:
+    """The tile of a read of these operands: the recorded or default one, Triton's where Hopper's kernels do not serve."""
     tile = choose(kind, len(query), width, next_n, query.device)
     if tile.kernel != "triton" and hopper.kernel_for(query, next_n) is None:
         return portable(kind, next_n, query.device)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..kernels.layout import ENTRY_BYTES, ENTRY_DIM, PAGE_BYTES, PAGE_ENTRIES
 from ..kernels.naive import gathered_scores
-from ..kernels.score import contiguous_scores, paged_scores
-from ..kernels.tile import Tile, choose, portable
+from ..kernels.score import contiguous_scores, paged_scores, tile_for
+from ..kernels.tile import Tile, portable
 from ..kernels.tune import tune
 from . import fp8
 from .capacity import FP8_ENTRY_BYTES
@@ -69,7 +69,7 @@ def decode(pools: Pools, shape: DecodeShape, tuned: bool) -> list[Contender]:
 
     if tuned:
         tune("decode", len(lengths), width, shape.next_n, lambda tile: ours(tables[0], tile), out.device)
-    tile = choose("decode", len(lengths), width, shape.next_n, out.device)
+    tile = tile_for("decode", operands.query, width, shape.next_n)
     plain = portable("decode", shape.next_n, out.device)
     keys, scores = sum(shape.lengths), sum(shape.lengths) * shape.next_n
     rest = scores * SCORE_BYTES + operands.query.nbytes
@@ -150,7 +150,7 @@ def prefill(pools: Pools, tuned: bool) -> Iterator[list[Contender]]:
 
     if tuned:
         tune("prefill", count, count, count, lambda tile: contiguous(full, tile), out.device)
-    best = choose("prefill", count, count, count, out.device)
+    best = tile_for("prefill", operands.query, count, count)
     variants = {BF16: best, TRITON: portable("prefill", count, out.device)}
     for name, lengths in (("8192 x 8192", full), ("8192 x 8192 causal", causal)):
         scores = int(lengths.sum())

@@ -143,8 +143,9 @@ class Bf16K(Path):
         *,
         width: int,
     ) -> Tensor:
-        """`kernels.score.paged_scores`."""
-        return paged_scores(query, weight, cache, page_table, lengths, request, width=width)
+        """`kernels.score.paged_scores`; the rows of a single request together, as its prefill reads them."""
+        together = len(query) if len(page_table) == 1 and len(query) else 1
+        return paged_scores(query, weight, cache, page_table, lengths, request, width=width, next_n=together)
 
 
 class Bf16KNaive(Bf16K):
