@@ -13,7 +13,7 @@ from ..policy import Policy, load_policy
 from ..record import Record
 from ..reference.inputs import LayerInputs
 from ..run_dir import RunDir
-from ..runner import Result, accumulate, inputs_fault, run_path
+from ..runner import Result, accumulate, covers, inputs_fault, run_path
 from ..stages import StageName, stages_of
 from ..trace import Trace
 from ..verdict import Failure, Verdict, failure, judge
@@ -129,7 +129,7 @@ class LayerBlame:
 
 
 def _kind(format_: str) -> str:
-    return "arithmetic" if format_.startswith(("fp32", "fp64")) else "format"
+    return "arithmetic" if format_.startswith(("fp32", "fp64", "fp8_wgmma")) else "format"
 
 
 def _shares_json(shares: Shares[StageName], consequence: Consequence) -> dict[str, Any]:
@@ -181,6 +181,10 @@ class Blame:
         }
 
 
+class NotCovered(Exception):
+    """A path of recordings holds none of this case."""
+
+
 def blame(
     case: Case,
     path: str | Path,
@@ -200,13 +204,16 @@ def blame(
                     from it, nothing of the path is run, and stages are carried instead of computed again.
     captured        inputs by layer, instead of those that the case generates.
 
-    ValueError if a saved trace is missing.
+    ValueError if a saved trace is missing; NotCovered if the path has nothing to say about any of the layers.
     """
     own, other = (get_path(name) if isinstance(name, str) else name for name in (path, baseline))
     chosen = policy if isinstance(policy, Policy) else load_policy(policy)
     run = RunDir.open(traces) if traces else None
+    asked = [layer for layer in layers or case.layers if traces or covers(own, case, layer)]
+    if not asked:
+        raise NotCovered(f"path {own.name} has nothing to say about {case.id}: it holds recordings of other cases")
     found = []
-    for layer in layers or case.layers:
+    for layer in asked:
         inputs = ((captured or {}).get(layer) or generate(case, layer)).to(device)
         found.append(_blame_layer(case.id, inputs, own, other, chosen, run))
         on_layer(found[-1])
@@ -292,6 +299,9 @@ def _trace_of(run: RunDir | None, case: str, inputs: LayerInputs, path: Path) ->
     """The baseline's whole trace: saved, else run here."""
     if run and run.trace_file(case, inputs.layer, path.name).is_file():
         return _load(run, case, inputs, path.name)
+    available = path.availability()
+    if not available.ok:
+        raise ValueError(f"baseline {path.name} cannot run here and has no saved trace: {available.why}")
     trace = run_path(path, inputs, case).trace
     missing = [stage for stage in stages_of(inputs.kind) if stage not in trace]
     if missing:

@@ -15,7 +15,7 @@ from ..paths.base import get_path
 from ..reference.inputs import LayerInputs
 from ..session import find_case
 from ..testing import resolve_device
-from .blame import ORACLE, LayerBlame, blame
+from .blame import ORACLE, LayerBlame, NotCovered, blame
 from .blame_report import layer_lines, summary_lines
 from .ddmin import Decided, decide
 from .switches import HELP, Trials, parse
@@ -71,6 +71,8 @@ def blame_command(
             captured=captured,
             on_layer=_silent if as_json else _print,
         )
+    except NotCovered as error:
+        _stop(CANNOT_JUDGE, str(error))
     except ValueError as error:
         _stop(USAGE, str(error))
     if as_json:

@@ -73,6 +73,7 @@ def test_a_passing_case_is_nothing_to_blame_in_words_and_in_json():
         (["gaussian-2118", "--path", "oracle"], 2, "unknown case 'gaussian-2118': did you mean gaussian-2117"),
         (["gaussian-2117", "--path", "orakel"], 2, "unknown path 'orakel': did you mean oracle"),
         (["gaussian-2117", "--path", "mutant"], 125, "cannot run here: no mutant is named"),
+        (["gaussian-2117", "--path", "sglang-fp8@recorded"], 125, "has nothing to say about gaussian-2117"),
         (["gaussian-2117", "--path", "oracle", "--switch", "1+1"], 2, "switch '1+1' is none of NAME=VALUE"),
         (["gaussian-2117", "--path", "oracle", "--trace", "nowhere"], 2, "nowhere is not a run directory"),
     ],
