@@ -101,7 +101,7 @@ def contiguous_scores(
 
 
 def tile_for(kind: Kind, query: Tensor, width: int, next_n: int) -> Tile:
-    """The tile of a read of these operands: the recorded or default one, Triton's where Hopper's kernels do not serve."""
+    """The tile of a read of these operands: recorded or default, Triton's where Hopper's kernels do not serve."""
     tile = choose(kind, len(query), width, next_n, query.device)
     if tile.kernel != "triton" and hopper.kernel_for(query, next_n) is None:
         return portable(kind, next_n, query.device)
