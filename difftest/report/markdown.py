@@ -1,7 +1,7 @@
 """The Markdown of a job summary: ten lines when green; when red what diverged first, by how much, and how to see it."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from ..record import Record
@@ -37,7 +37,8 @@ def _mark(evidence: Evidence) -> str:
 def conclusion(evidence: Evidence) -> str:
     """One sentence: what was compared and what came out."""
     cases, layers = ({getattr(v, name) for v in evidence.verdicts} for name in ("case", "layer"))
-    compared = f"{len(evidence.summaries)} paths on {len(cases)} cases and {len(layers)} layers"
+    counts = _counted(evidence.summaries, "path"), _counted(cases, "case"), _counted(layers, "layer")
+    compared = "{} on {} and {}".format(*counts)
     if evidence.first:
         paths = list(dict.fromkeys(v.path for v in evidence.verdicts if v.answer == "bug"))
         first = evidence.first
@@ -51,6 +52,10 @@ def conclusion(evidence: Evidence) -> str:
         why = evidence.problems or [str(v) for v in evidence.verdicts if v.exit_code == 125] or ["nothing was compared"]
         return f"{why[0]} ({compared})."
     return f"No stage of any path is outside its bound{formats} ({compared})."
+
+
+def _counted(things: Collection[object], noun: str) -> str:
+    return f"{len(things)} {noun}{'' if len(things) == 1 else 's'}"
 
 
 def _paths(evidence: Evidence) -> Iterator[tuple[str, dict[str, int]]]:
@@ -127,7 +132,7 @@ def blame(evidence: Evidence, first: Verdict) -> str:
         and not record.skipped
     ]
     passed = f"; {', '.join(mine)} compute what they declare" if mine else ""
-    ask = f"difftest blame --case {first.case} --layer {first.layer} --path {first.path}"
+    ask = f"difftest blame {first.case} --layer {first.layer} --path {first.path}"
     return f"`{first.stage}` itself, not its inputs{passed}. `{ask}` says what it costs downstream."
 
 
