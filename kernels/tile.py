@@ -61,6 +61,8 @@ PREFILL_ROWS = 4
 """Consecutive rows of one request from which on a read counts as prefill."""
 
 DECODE = {1: Tile(), 2: Tile(group=2, programs=2)}
+"""By the largest power of two that divides the rows of a request (at most 3): tiles have a power of two of queries."""
+
 PREFILL = Tile(group=4, stages=3, programs=0, split=1 << 20)
 SMALL_PREFILL = Tile(group=2, stages=3, programs=0, split=1 << 20)
 """For GPUs whose registers or shared memory do not hold four queries at once."""
@@ -86,7 +88,7 @@ def candidates(kind: Kind, group: int = 1) -> tuple[Tile, ...]:
     if kind == "prefill" or group == 1:
         return CANDIDATES[kind]
     return tuple(
-        tile if tile.kernel != "triton" else Tile(**{**asdict(tile), "group": group})
+        tile if tile.kernel != "triton" else Tile(**{**asdict(tile), "group": group & -group})
         for tile in CANDIDATES[kind]
         if tile.keys == Tile.keys
     )
@@ -116,7 +118,7 @@ def portable(kind: Kind, group: int, device: torch.device) -> Tile:
         return INTERPRETED_TILE
     if kind == "prefill":
         return PREFILL if torch.cuda.get_device_capability(device)[0] == HOPPER else SMALL_PREFILL
-    return DECODE.get(group, Tile(group=group, programs=1))
+    return DECODE[min(2, group & -group)]
 
 
 def record(kind: Kind, rows: int, width: int, group: int, device: torch.device, tile: Tile) -> None:

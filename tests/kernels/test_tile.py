@@ -57,3 +57,10 @@ def test_other_gpus_get_smaller_prefill_tiles(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
     assert choose("prefill", 8192, 8192, 8192, GPU) == SMALL_PREFILL
     assert choose("decode", 64, 65536, 1, GPU) == DECODE[1]
+
+
+@pytest.mark.parametrize("group", [1, 2, 3])
+def test_queries_of_a_decode_tile_are_a_power_of_two_that_divides_the_request(group: int) -> None:
+    """Triton's ranges are powers of two, and a tile must not reach into the next request."""
+    for made in (portable("decode", group, GPU), *tile.candidates("decode", group)):
+        assert group % made.group == 0 and made.group & (made.group - 1) == 0
