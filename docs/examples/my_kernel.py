@@ -1,8 +1,9 @@
 """A kernel of your own as a path: it prepares the index query, everything else is taken from `bf16-k`."""
 
 import torch
-from difftest.paths.bf16_k import Bf16K
 from difftest.reference.inputs import LayerInputs
+
+from difftest.paths.bf16_k import Bf16K
 from difftest.trace import StageTensors, Trace
 
 
