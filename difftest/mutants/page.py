@@ -7,7 +7,7 @@ from pathlib import Path as File
 from ..stages import STAGES
 from .gates import CALC_DIFF_LIMIT, RECALL_SHARE
 from .matrix import Row
-from .registry import PATHS, mutants
+from .registry import NOT_EMULATED, PATHS, mutants
 
 PAGE = File(__file__).parents[2] / "docs" / "mutants.md"
 
@@ -28,12 +28,15 @@ fails when a gate no longer catches what it caught or when another stage is name
 COLUMNS = """## Every mutant
 
 *stage*: where the fault sits; `difftest` names the same stage unless another is given in brackets. *caught by*: gates
-of this tool that fail with the fault and pass without it (`isolated` checks a stage alone, `accumulated` and `budget`
-look at the result). *calc_diff*: DeepGEMM's measure, 1 - 2<x,y> / (<x,x> + <y,y>), of that stage's output against the
-faultless path's, and of the index scores against fp64; **bold** where it reaches 1e-3 and the usual test would have
-failed. *recall*: mean recall@k against fp64; **bold** where it falls below 99% of the faultless path's. *blame*: what
-`difftest blame` answers, and the stage with the largest share of the loss.
+of this tool that fail with the fault and pass without it, by stage, the stage at fault first. *calc_diff*: DeepGEMM's
+measure, 1 - 2<x,y> / (<x,x> + <y,y>), of that stage's output against the faultless path's, and of the index scores
+against fp64; **bold** where it reaches 1e-3 and the usual test would have failed. *recall*: mean recall@k against fp64;
+**bold** where it falls below 99% of the faultless path's. *blame*: what `difftest blame` answers, and the stage with the
+largest share of the loss.
 """
+
+
+INDEX_STAGES = ("compressed", "index_k", "index_q", "head_weight", "score", "topk")
 
 
 def write(rows: Sequence[Row], file: File = PAGE) -> None:
@@ -62,17 +65,26 @@ def _numbers(rows: Sequence[Row]) -> list[str]:
         line("caught by at least one gate", lambda row: row.killed),
         line("caught by an isolated check", lambda row: any(" isolated " in gate for gate in row.killed_by)),
         line("stage named is the stage at fault", lambda row: row.named_right),
-        line("substitution gives that stage the largest share", _blamed_right),
+        line("`difftest blame` answers `bug at` that stage", lambda row: f"bug at {row.stage_seeded}" in row.blame),
+        line("and gives it the largest share of the loss", _blamed_right),
         line(f"`calc_diff` >= {CALC_DIFF_LIMIT:g} on that stage's output", lambda row: row.calc_diff_would),
         line(f"`calc_diff` >= {CALC_DIFF_LIMIT:g} on the index scores", lambda row: row.calc_diff_score_would),
         line(f"recall below {100 * RECALL_SHARE:g}% of the faultless path's", lambda row: row.recall_would),
-        line(
-            "seen by neither `calc_diff` of the scores nor recall",
-            lambda row: not row.calc_diff_score_would and not row.recall_would,
-        ),
+        line("seen by neither `calc_diff` of the scores nor recall", _unseen),
+        line("of these, faults of the index itself", lambda row: _unseen(row) and row.stage_seeded in INDEX_STAGES),
     ]
     kinds = {mutant.report for mutant in mutants().values()}
-    return [*lines, "", f"{len(mutants())} mutants of {len(kinds)} kinds."]
+    lines += ["", f"{len(mutants())} mutants of {len(kinds)} kinds."]
+    lines += [
+        "A fault that costs less than the path's own number format has a smaller share of the loss than the format has,",
+        "and still fails its stage's check: that is the difference between a fault and its price.",
+    ]
+    lines += ["", "Not emulated:", ""]
+    return [*lines, *(f"* {codes}: {why}" for codes, why in NOT_EMULATED.items())]
+
+
+def _unseen(row: Row) -> bool:
+    return not row.calc_diff_score_would and not row.recall_would
 
 
 def _blamed_right(row: Row) -> bool:
@@ -84,7 +96,9 @@ def _blamed_right(row: Row) -> bool:
 def _gates(rows: Sequence[Row]) -> list[str]:
     caught = Counter(gate for row in rows for gate in row.killed_by)
     alone = Counter(row.killed_by[0] for row in rows if len(row.killed_by) == 1)
-    lines = ["## Every gate", "", "| gate | mutants caught | caught by it alone |", "|---|---|---|"]
+    lines = ["## Every gate", ""]
+    lines += ["`isolated` checks a stage alone; `accumulated` and `budget` look at the chained result.", ""]
+    lines += ["| gate | mutants caught | caught by it alone |", "|---|---|---|"]
     order = list(STAGES)
     for gate in sorted(caught, key=lambda name: (order.index(name.split(" ")[0]), name)):  # type: ignore[arg-type]
         lines.append(f"| {gate} | {caught[gate]} | {alone[gate] or ''} |")
@@ -96,11 +110,20 @@ def _table(rows: Sequence[Row]) -> list[str]:
     says = {name: mutant.says for name, mutant in mutants().items()}
     for row in rows:
         named = "" if row.named_right else f" ({row.stage_named or 'none'})"
-        gates = "; ".join(row.killed_by) or "**nothing**"
+        gates = _caught_by(row) or "**nothing**"
         diffs = f"{_bold(row.calc_diff, row.calc_diff_would)}, {_bold(row.calc_diff_score, row.calc_diff_score_would)}"
         cells = (row.mutant, row.stage_seeded + named, says.get(row.mutant, ""), gates, diffs)
         lines.append("| " + " | ".join([*cells, _bold(row.recall, row.recall_would), row.blame]) + " |")
     return lines
+
+
+def _caught_by(row: Row) -> str:
+    """Gates by stage, the stage at fault first: "topk: count, range; attention: relative_error"."""
+    by_stage: dict[str, list[str]] = {row.stage_seeded: []}
+    for gate in row.killed_by:
+        stage, _, rule = gate.split(" ", 2)
+        by_stage.setdefault(stage, []).append(rule)
+    return "; ".join(f"{stage}: {', '.join(rules)}" for stage, rules in by_stage.items() if rules)
 
 
 def _bold(value: float, bold: bool) -> str:

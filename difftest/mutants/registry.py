@@ -18,6 +18,14 @@ from .select_faults import SELECT_MUTANTS
 PATHS = ("sglang-fp8-model", "bf16-k")
 """Paths that mutants are planted in."""
 
+NOT_EMULATED = {
+    "C4": "the last bits of a sum depend on the batch; inside fp32's bound, and a matter of policy (batch invariance)",
+    "T3": "another choice among equal scores; free here, and a matter of policy (determinism)",
+    "E3": "a way to bisect (k above every length), not a fault",
+    "E4, E5, E6, E7": "no cause is known, or it shows only under load",
+}
+"""Kinds of public reports without a mutant, and why."""
+
 MUTANTS: tuple[Mutant, ...] = (
     *POOL_MUTANTS,
     *KEY_MUTANTS,
