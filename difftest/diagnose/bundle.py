@@ -30,6 +30,7 @@ from ..policy import SHIPPED, Policy, load_policy
 from ..record import append_records
 from ..reference.inputs import LayerInputs
 from ..text import place
+from ..trace import Trace
 from .intervals import limits_of, outside
 from .repro import maker, script
 from .shrink import Shrunk, sizes
@@ -171,8 +172,8 @@ def _expected(seen: Examined, path: TestedPath) -> dict[str, torch.Tensor]:
     assert signature is not None
     if signature.comparison == "isolated":
         record = next(r for r in seen.records if r.comparison == "isolated" and r.stage == signature.stage)
-        found = limits_of(record, seen.inputs, seen.trace, path.declares)
-        return {name: tensor.cpu().contiguous() for name, tensor in found.items()}
+        found = limits_of(record, seen.inputs, _on_cpu(seen.trace), path.declares)
+        return {name: tensor.contiguous() for name, tensor in found.items()}
     exact = get_path("oracle").run(seen.inputs, "exact", upto=signature.stage)
     found = {f"{name}.exact": tensor.double() for name, tensor in exact[signature.stage].items()}
     if "entry" in seen.where and signature.stage == "topk":
@@ -180,6 +181,12 @@ def _expected(seen: Examined, path: TestedPath) -> dict[str, torch.Tensor]:
         wanted = int((exact.value("topk")[row] == entry).any())
         found["swap"] = torch.tensor([row, entry, wanted])
     return found
+
+
+def _on_cpu(trace: Trace) -> Trace:
+    """The trace beside the inputs, which were never moved."""
+    moved = {stage: {name: tensor.cpu() for name, tensor in parts.items()} for stage, parts in trace.stages.items()}
+    return Trace(trace.case, trace.layer, trace.path, moved)
 
 
 def _manifest(folder: Path, shrunk: Shrunk, path: TestedPath, origin: Origin) -> dict[str, Any]:

@@ -55,14 +55,17 @@ def keep_rows(inputs: LayerInputs, kept: Kept) -> LayerInputs:
 def keep_entries(inputs: LayerInputs, kept: Kept) -> LayerInputs:
     """Only the tokens of these packed entries, and each request's tail; rows move up to the last token they still see.
 
-    An entry's overlap is then with the kept entry before it, and its position is that of its new number.
+    An entry's overlap is then with the kept entry before it, and its position is that of its new number. Where history
+    is given pooled, the last token stays as well: rows are tokens that a step brings.
     """
     masks, chosen = [], set(kept)
     for request, count in enumerate(inputs.entries):
         first = inputs.entry_offset[request]
         block = torch.tensor([first + entry in chosen for entry in range(count)], dtype=torch.bool)
         tail = torch.ones(inputs.lengths[request] - count * inputs.ratio, dtype=torch.bool)
-        masks.append(torch.cat((block.repeat_interleave(inputs.ratio), tail)))
+        mask = torch.cat((block.repeat_interleave(inputs.ratio), tail))
+        mask[-1] |= bool(inputs.prefix_entries[request])
+        masks.append(mask)
     return _keep_tokens(inputs, masks)
 
 
@@ -72,7 +75,7 @@ def cut_tails(inputs: LayerInputs) -> LayerInputs:
     for request, length in enumerate(inputs.lengths):
         rows = inputs.row_position[inputs.row_request == request]
         last = inputs.entries[request] * inputs.ratio if inputs.ratio else int(rows.max()) + 1 if len(rows) else 1
-        masks.append(torch.arange(length) < max(1, last))
+        masks.append(torch.arange(length) < max(last, inputs.prefix_entries[request] * inputs.ratio + 1))
     return _keep_tokens(inputs, masks)
 
 
@@ -227,7 +230,8 @@ def _keep_tokens(inputs: LayerInputs, masks: list[Tensor]) -> LayerInputs:
         main=_rows_of(inputs.main, tokens, prefix),
     )
     rows = zip(inputs.row_request.tolist(), inputs.row_position.tolist(), strict=True)
-    moved = torch.tensor([max(0, int(before[request][position + 1]) - 1) for request, position in rows])
+    given = [count * inputs.ratio for count in prefix_entries]
+    moved = torch.tensor([max(given[request], int(before[request][position + 1]) - 1) for request, position in rows])
     return _narrow_pages(_with_windows(less, inputs.row_request, moved, inputs.window_index))
 
 

@@ -28,7 +28,7 @@ from .shrink import SECONDS, Flaky, NothingToShrink, Progress, Shrunk, shrink, s
 from .simplify import complexity
 
 DISAGREES, USAGE, CANNOT_JUDGE = 1, 2, 125
-BUNDLES = Path("bundles")
+RUNS = Path("runs")
 
 console, errors = Console(), Console(stderr=True)
 
@@ -43,7 +43,7 @@ def shrink_command(
     case: Annotated[str, typer.Argument(help="A case of `difftest list cases`, capture:FILE, or a bundle.")],
     path: Annotated[str, typer.Option(help="Path that fails; a bundle's own by default.")] = "",
     layer: Annotated[int | None, typer.Option(help="Layer; the case's first that fails by default.")] = None,
-    out: Annotated[Path | None, typer.Option(help="New directory for the bundle.")] = None,
+    out: Annotated[Path | None, typer.Option(help="New directory for the bundle; under runs/ by default.")] = None,
     policy: Annotated[str, typer.Option(help="strict, default, exploratory, or a TOML file.")] = "default",
     seed: Annotated[int, typer.Option(help="Added to the case's seed, as in `difftest run`.")] = 0,
     seconds: Annotated[float, typer.Option(min=1.0, help="After so long the search stops where it is.")] = SECONDS,
@@ -149,8 +149,8 @@ def _free(out: Path | None) -> None:
 
 
 def _folder(origin: bundles.Origin) -> Path:
-    name = f"{origin.case.id}-layer{origin.layer}-{origin.spec}-{time.strftime('%Y%m%d-%H%M%S')}"
-    return BUNDLES / "".join(letter if letter.isalnum() or letter in "-._" else "_" for letter in name)
+    name = f"bundle-{origin.case.id}-layer{origin.layer}-{origin.spec}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return RUNS / "".join(letter if letter.isalnum() or letter in "-._" else "_" for letter in name)
 
 
 def _first_failing(

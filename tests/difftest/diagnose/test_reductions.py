@@ -179,6 +179,10 @@ def test_a_correct_path_stays_correct(name, seed):
     """Otherwise a search could end on a failure of its own making."""
     inputs = reduced_at_random(layer(name), f"{name}{seed}")
     validate(inputs)
+    brought = {
+        (span.request, token) for step in inputs.steps for span in step for token in range(span.start, span.stop)
+    }
+    assert set(zip(inputs.row_request.tolist(), inputs.row_position.tolist(), strict=True)) <= brought
     seen = examine(
         get_path("sglang-fp8-model"), inputs, "x", replace(load_policy("default"), accumulated_findings="note")
     )
