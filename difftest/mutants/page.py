@@ -31,8 +31,8 @@ COLUMNS = """## Every mutant
 of this tool that fail with the fault and pass without it, by stage, the stage at fault first. *calc_diff*: DeepGEMM's
 measure, 1 - 2<x,y> / (<x,x> + <y,y>), of that stage's output against the faultless path's, and of the index scores
 against fp64; **bold** where it reaches 1e-3 and the usual test would have failed. *recall*: mean recall@k against fp64;
-**bold** where it falls below 99% of the faultless path's. *blame*: what `difftest blame` answers, and the stage with the
-largest share of the loss.
+**bold** where it falls below 99% of the faultless path's. *blame*: what `difftest blame` answers, and the stage with
+the largest share of the loss.
 """
 
 
@@ -76,7 +76,7 @@ def _numbers(rows: Sequence[Row]) -> list[str]:
     kinds = {mutant.report for mutant in mutants().values()}
     lines += ["", f"{len(mutants())} mutants of {len(kinds)} kinds."]
     lines += [
-        "A fault that costs less than the path's own number format has a smaller share of the loss than the format has,",
+        "A fault that costs less than the path's own number format has a smaller share of the loss than the format,",
         "and still fails its stage's check: that is the difference between a fault and its price.",
     ]
     lines += ["", "Not emulated:", ""]
