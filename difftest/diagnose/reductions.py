@@ -230,8 +230,8 @@ def _keep_tokens(inputs: LayerInputs, masks: list[Tensor]) -> LayerInputs:
         main=_rows_of(inputs.main, tokens, prefix),
     )
     rows = zip(inputs.row_request.tolist(), inputs.row_position.tolist(), strict=True)
-    given = [count * inputs.ratio for count in prefix_entries]
-    moved = torch.tensor([max(given[request], int(before[request][position + 1]) - 1) for request, position in rows])
+    first = [count * inputs.ratio for count in prefix_entries]
+    moved = torch.tensor([max(first[request], int(before[request][position + 1]) - 1) for request, position in rows])
     return _narrow_pages(_with_windows(less, inputs.row_request, moved, inputs.window_index))
 
 
