@@ -74,7 +74,7 @@ class Shrunk:
 
     original, smallest   what was examined first and last; their signatures are equal.
     neighbour            the nearest layer that passes, if one was met.
-    finished             whether nothing further could go; False when time ran out before.
+    finished             whether nothing further could go; False when time ran out or the user interrupted before.
     """
 
     original: Examined
@@ -110,7 +110,7 @@ def shrink(
 ) -> Shrunk:
     """Shrinks `inputs` (CPU tensors) as far as `path` still fails with the same signature under `policy`.
 
-    seconds   after which the search stops with the smallest layer so far.
+    seconds   after which the search stops with the smallest layer so far, as it does on an interrupt.
 
     Raises NothingToShrink for a case that passes or cannot be judged, Flaky for one that fails now and then, before or
     after the search.
@@ -175,7 +175,7 @@ class _Search:
     _size_now: dict[str, int] = field(default_factory=dict, init=False)
 
     def run(self) -> bool:
-        """Whether nothing further can go; False when time ran out."""
+        """Whether nothing further can go; False when time ran out or the user interrupted."""
         try:
             for _ in range(ROUNDS):
                 before = self.accepted
@@ -183,7 +183,7 @@ class _Search:
                 self._values()
                 if self.accepted == before:
                     return True
-        except OutOfTime:
+        except (OutOfTime, KeyboardInterrupt):
             pass
         return False
 

@@ -208,7 +208,7 @@ def show(found: Shrunk, folder: Path) -> None:
             say(f"  {name:<22}{words}")
     say("  all other tensors are zero, norm weights one")
     say("")
-    stopped = "" if found.finished else "; time was up before everything was tried"
+    stopped = "" if found.finished else "; stopped before everything was tried"
     say(f"same failure ({found.signature.words()}) in {found.tries} tries, {found.seconds:.1f} s{stopped}:")
     say(f"  {found.smallest.verdict.text}")
     if found.neighbour:

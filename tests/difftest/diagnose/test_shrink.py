@@ -132,6 +132,16 @@ def test_out_of_time_keeps_what_was_found(faulty, layer):
     assert sizes(found.smallest.inputs) == sizes(layer)
 
 
+def test_an_interrupt_keeps_what_was_found(faulty, layer):
+    def stop(progress: Progress) -> None:
+        if progress.tries == 4:
+            raise KeyboardInterrupt
+
+    found = shrink(get_path("no-relu"), layer, CASE.id, POLICY, on_progress=stop)
+    assert not found.finished and found.tries == 4
+    assert sizes(found.smallest.inputs)["rows"] < sizes(layer)["rows"]
+
+
 def test_progress_tells_tries_and_sizes(faulty, layer):
     steps: list[Progress] = []
     found = shrink(get_path("no-relu"), layer, CASE.id, POLICY, on_progress=steps.append)
