@@ -145,7 +145,7 @@ def install_paths(folder: Path, module: Path, paths: dict[str, str]) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The folder with `faulty_paths`, importable here and in subprocesses; FAULTY names its paths."""
     module = Path(__file__).with_name("faulty_paths.py")
