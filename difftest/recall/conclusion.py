@@ -12,7 +12,7 @@ ORDER: tuple[tuple[Shape, str], ...] = (
     ("cliff near 4.5k", "A cliff near 4.5k"),
     ("cliff elsewhere", "A cliff elsewhere"),
     ("loss without choice", "A loss even where every entry may be selected"),
-    ("gradual loss", "A gradual loss"),
+    ("loss, no cliff", "A loss without a cliff"),
     ("rare loss", "A rare loss, recall at least 0.9 at every length"),
     ("no loss", "No loss at all"),
     ("not exercised", "Cannot judge: every row may select all it sees"),
@@ -70,7 +70,7 @@ def describe(curve: Curve) -> str:
         parts.append(f"a tenth lost at {round_length(curve.onset)}, half at {round_length(curve.half)}")
     parts.append(f"recall {last.recall:.2f} at {last.length:,}")
     lowest = min(curve.exercised, key=lambda point: point.recall)
-    if curve.shape == "gradual loss" and lowest.recall < last.recall:
+    if curve.shape == "loss, no cliff" and lowest.recall < last.recall:
         parts.append(f"lowest {lowest.recall:.2f} at {lowest.length:,}")
     if curve.at_chance:
         parts.append("no better than chance")
@@ -106,9 +106,9 @@ def about_fp8(found: Sequence[Curve]) -> list[str]:
     text += f", all of them under {', '.join(where)}" if where else ""
     if others:
         text += f", and has a cliff elsewhere: {_where(others)}"
-    gradual = [curve for curve in mine if curve.shape == "gradual loss"]
-    if gradual:
-        text += f". It does lose needles gradually: {_where(gradual)}"
+    without = [curve for curve in mine if curve.shape == "loss, no cliff"]
+    if without:
+        text += f". It does lose needles, without a cliff: {_where(without)}"
     unexplained = sum(curve.unexplained for curve in mine)
     if lost:
         text += f". {unexplained or 'None'} of the lost had a margin that its rounding cannot bridge"

@@ -1,4 +1,4 @@
-"""Recall against context length, and what kind of curve it is: no loss, gradual, a cliff, no better than chance."""
+"""Recall against context length, and what kind of curve it is: no loss, a loss, a cliff, no better than chance."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ Shape = Literal[
     "loss without choice",
     "no loss",
     "rare loss",
-    "gradual loss",
+    "loss, no cliff",
     "cliff near 4.5k",
     "cliff elsewhere",
 ]
@@ -106,9 +106,9 @@ class Curve:
             worst = min(point.recall for point in self.exercised)
             if not self.lost:
                 return "no loss"
-            return "rare loss" if self.onset is None and worst >= HIGH else "gradual loss"
+            return "rare loss" if self.onset is None and worst >= HIGH else "loss, no cliff"
         if self.half > SHARP * self.onset:
-            return "gradual loss"
+            return "loss, no cliff"
         return "cliff near 4.5k" if NEAR[0] <= self.half <= NEAR[1] else "cliff elsewhere"
 
 
