@@ -18,7 +18,7 @@ from ..stages import StageName, stages_of
 from ..trace import Trace
 from ..verdict import Failure, Verdict, failure, judge
 from .consequence import CONSEQUENCES, Consequence, ConsequenceName, Harm
-from .shares import SILENT, Shares, share_out
+from .shares import NOTABLE, SILENT, Shares, share_out
 from .substitute import Mixture, Side, upstream
 
 ORACLE = "oracle"
@@ -82,7 +82,10 @@ class LayerBlame:
 
     @property
     def culprits(self) -> list[Culprit]:
-        """Stages with a failing check, in stage order; then those of the smallest restoring set that have none."""
+        """Stages with a failing check, in stage order; then those of the smallest restoring set that have none.
+
+        Beside a bug, a format with less than a tenth of the loss is left out: its share is in the table.
+        """
         shares = self.shares.shapley if self.shares else {}
         found = [Culprit(stage, "bug", fail.rule, shares.get(stage, 0.0)) for stage, fail in self.failed.items()]
         sets = self.shares.smallest if self.shares else []

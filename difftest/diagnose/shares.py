@@ -18,7 +18,7 @@ MOST_PLAYERS = 6
 """Players over whose subsets shares are computed exactly (64 mixtures); of more, the least influential stay out."""
 
 NOTABLE = 0.1
-"""An interaction smaller than this share of the loss is not reported."""
+"""What has less than this share of the loss is not told: an interaction, or a format beside a bug."""
 
 
 @dataclass(frozen=True)
