@@ -18,6 +18,6 @@ def main() -> None:
     from .scale_cli import merge_command
 
     app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
-    for name, command in zip(LIGHT, (report_command, merge_command), strict=True):
-        app.command(name)(command)
+    app.command("report")(report_command)
+    app.command("merge")(merge_command)
     app(prog_name="difftest")

@@ -3,7 +3,7 @@
 Importing this costs every pytest run of an environment that has difftest installed, so nothing heavy is imported here.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -67,11 +67,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def _names_suite(config: pytest.Config) -> bool:
     """Whether the arguments name the suite: other people's tests keep their devices and their distribution."""
     named = any(part in argument for argument in config.args for part in SUITE)
-    return named or config.getoption("--difftest-pin") == "always"
+    return named or bool(config.getoption("--difftest-pin") == "always")
 
 
 def _pins(config: pytest.Config) -> bool:
-    return config.getoption("--difftest-pin") != "never" and config.getoption("--difftest-device") != "cpu"
+    return bool(config.getoption("--difftest-pin") != "never" and config.getoption("--difftest-device") != "cpu")
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
@@ -99,7 +99,7 @@ def difftest_lab(request: pytest.FixtureRequest) -> "Lab":
     """Runs cases through paths, each case and layer once, and judges single stages of them."""
     from .suite.lab import Lab
 
-    hooks: Hooks = request.config.pluginmanager.get_plugin("difftest-session")
+    hooks = cast(Hooks, request.config.pluginmanager.get_plugin("difftest-session"))
     option = request.config.getoption
     return Lab(option("--difftest-device"), option("--difftest-policy"), hooks.records, hooks.scratch)
 

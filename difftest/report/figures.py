@@ -148,10 +148,8 @@ def score_scatter(evidence: Evidence) -> Chart | None:
     """Each path's scores against the oracle's around the cut, both measured from the cut."""
     series: dict[str, list[tuple[float, float]]] = {}
     for record, cut in _cuts(evidence):
-        pairs = zip(cut["want"], cut["got"], strict=True)
-        series.setdefault(record.path, []).extend(
-            (float(want) - cut["cut"], float(got) - cut["cut"]) for want, got in pairs
-        )
+        both = zip(map(float, cut["want"]), map(float, cut["got"]), strict=True)
+        series.setdefault(record.path, []).extend((want - cut["cut"], got - cut["cut"]) for want, got in both)
     series = {path: thin([pair for pair in pairs if all(map(math.isfinite, pair))]) for path, pairs in series.items()}
     if not any(series.values()):
         return None
@@ -161,7 +159,13 @@ def score_scatter(evidence: Evidence) -> Chart | None:
         for number, (path, pairs) in enumerate(series.items()):
             look = style(number)
             axis.scatter(
-                *zip(*pairs, strict=True), s=8, alpha=0.6, label=short(path), color=look["color"], marker=look["marker"]
+                [pair[0] for pair in pairs],
+                [pair[1] for pair in pairs],
+                s=8,
+                alpha=0.6,
+                label=short(path),
+                color=look["color"],
+                marker=look["marker"],
             )
         axis.axhline(0, color=FAINT, linewidth=0.7, linestyle=":")
         axis.axvline(0, color=FAINT, linewidth=0.7, linestyle=":")
@@ -191,13 +195,13 @@ def worst_row(evidence: Evidence) -> Chart | None:
         places = list(range(len(mine)))
         axis.plot(places, [float(one) for one in cut["want"]], color=INK, linewidth=1, label="oracle's score")
         groups = (
-            ("selected by both", lambda a, b: a and b, SERIES[0], "o"),
-            ("left out by both", lambda a, b: not a and not b, FAINT, "."),
-            ("lost: only the oracle's", lambda a, b: b and not a, WARN, "v"),
-            ("taken instead", lambda a, b: a and not b, SERIES[1], "^"),
+            ("selected by both", (True, True), SERIES[0], "o"),
+            ("left out by both", (False, False), FAINT, "."),
+            ("lost: only the oracle's", (False, True), WARN, "v"),
+            ("taken instead", (True, False), SERIES[1], "^"),
         )
-        for label, belongs, colour, marker in groups:
-            some = [place for place in range(len(mine)) if belongs(mine[place], theirs[place])]
+        for label, sides, colour, marker in groups:
+            some = [place for place in places if (mine[place], theirs[place]) == sides]
             if some:
                 axis.scatter(
                     some,

@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,11 @@ class Planned:
 
 
 def write_once(file: Path, items: Sequence[Any]) -> None:
-    """Writes a list of dataclasses or plain values as JSON; a file that is there already is left alone."""
+    """Writes a list of dataclasses or dictionaries as JSON; a file that is there already is left alone."""
     if file.is_file():
         return
     part = file.with_suffix(f".{os.getpid()}.part")
-    part.write_text(json.dumps([asdict(item) if is_dataclass(item) else item for item in items]))
+    part.write_text(json.dumps([item if isinstance(item, dict) else asdict(item) for item in items]))
     part.replace(file)
 
 

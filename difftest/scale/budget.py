@@ -70,7 +70,8 @@ def choose(candidates: Sequence[Candidate], budget: float, workers: int = 1) -> 
     kills a second, then the cheapest; ties keep the given order. A unit that no longer fits is left out, a cheaper one
     after it may still fit. The first unit always runs, so that a budget below the cheapest still checks something.
     """
-    waiting, chosen, covered, spent = list(candidates), [], frozenset[str](), 0.0
+    waiting, covered, spent = list(candidates), frozenset[str](), 0.0
+    chosen: list[str] = []
     left: list[Candidate] = []
     while waiting:
         best = max(waiting, key=lambda unit: _worth(unit, covered))

@@ -114,7 +114,7 @@ def gpu_share(case: Case, layer: int) -> float:
 
 def _longest_first(plan: Plan) -> list[tuple[Case, int]]:
     recorded = recorded_seconds()
-    return sorted(plan.items(), key=lambda item: -seconds(*item, recorded))
+    return sorted(plan.items(), key=lambda item: -seconds(item[0], item[1], recorded))
 
 
 def _planned(plan: Plan, unit: Unit) -> list[Planned]:

@@ -71,7 +71,7 @@ def unit_seconds(tests: Mapping[str, str], durations: Mapping[str, float]) -> di
 
 def split(units: Sequence[str], durations: Mapping[str, float], splits: int, algorithm: str) -> list[list[str]]:
     """Units of each of `splits` shards, by pytest-split's algorithm of this name; every unit is in exactly one."""
-    from pytest_split.algorithms import Algorithms  # type: ignore[import-untyped]
+    from pytest_split.algorithms import Algorithms
 
     stands = [_Stand(unit) for unit in units]
     groups = Algorithms[algorithm].value(splits, cast(Any, stands), dict(durations))

@@ -6,7 +6,7 @@ from xdist.workermanage import WorkerController
 from ..scale.shards import unit_of_id
 
 
-class UnitScheduling(LoadScopeScheduling):
+class UnitScheduling(LoadScopeScheduling):  # type: ignore[misc]
     """All tests of a unit to one worker, as they share a run; a dead worker's unfinished tests go to the others.
 
     pytest-xdist 3.8 hands a dead worker's finished groups out again, after which the next worker waits for ever, and
@@ -24,7 +24,7 @@ class UnitScheduling(LoadScopeScheduling):
         if not unfinished:
             return None
         tests = next(iter(unfinished.values()))
-        fatal = next(nodeid for nodeid, completed in tests.items() if not completed)
+        fatal: str = next(nodeid for nodeid, completed in tests.items() if not completed)
         tests[fatal] = True
         waiting = {scope: rest for scope, rest in unfinished.items() if not all(rest.values())}
         for scope in reversed(waiting):
