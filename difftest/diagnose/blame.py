@@ -90,8 +90,10 @@ class LayerBlame:
         found = [Culprit(stage, "bug", fail.rule, shares.get(stage, 0.0)) for stage, fail in self.failed.items()]
         sets = self.shares.smallest if self.shares else []
         rest = [stage for stage in stages_of(self.kind) if sets and stage in sets[0] and stage not in self.failed]
+        least = NOTABLE if found else 0.0
+        told = [stage for stage in rest if shares[stage] >= least]
         return found + [
-            Culprit(stage, _kind(self.formats[stage]), self.formats[stage], shares[stage]) for stage in rest
+            Culprit(stage, _kind(self.formats[stage]), self.formats[stage], shares[stage]) for stage in told
         ]
 
     @property
