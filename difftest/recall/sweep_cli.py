@@ -13,6 +13,8 @@ from rich.console import Console
 console = Console()
 errors = Console(stderr=True)
 
+FILE_WIDTH = 200
+"""Columns of tables that are written into a file or a pipe: nothing is cut there."""
 USAGE, CANNOT_JUDGE, INTERRUPTED = 2, 125, 130
 
 
@@ -144,8 +146,9 @@ def show(outcome: object, written: list[Path]) -> None:
     from .sweep_report import show_grid, show_summary
 
     assert isinstance(outcome, SweepOutcome)
-    show_grid(outcome.cells, console)
-    show_summary(outcome.cells, console)
+    tables = console if console.is_terminal else Console(width=FILE_WIDTH)
+    show_grid(outcome.cells, tables)
+    show_summary(outcome.cells, tables)
     console.print()
     for line in conclusion(outcome.curves, outcome.cells):
         console.print(line.replace("**", ""), markup=False, highlight=False, soft_wrap=True)

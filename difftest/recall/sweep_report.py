@@ -6,8 +6,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from .conclusion import round_length
 from .sweep_cell import Cell
 
+NARROW = 120
+"""Columns of a terminal below which lengths are shown in thousands."""
 ALL = "all"
 """Shown where every entry is selected: nothing can be lost there, so nothing is shown by it."""
 
@@ -28,18 +31,19 @@ def show_grid(cells: Sequence[Cell], console: Console) -> None:
         for k in sorted({cell.k for cell in cells}):
             mine = [cell for cell in cells if cell.distractor == distractor and cell.k == k]
             if mine:
-                console.print(grid(mine, f"{distractor}, index_topk {k}: needles found"))
+                short = console.width < NARROW
+                console.print(grid(mine, f"{distractor}, index_topk {k}: needles found", short))
                 console.print()
 
 
-def grid(cells: Sequence[Cell], title: str) -> Table:
-    """Rows: variants and depths; columns: lengths."""
+def grid(cells: Sequence[Cell], title: str, short: bool = False) -> Table:
+    """Rows: variants and depths; columns: lengths, in thousands if `short`."""
     lengths, depths = sorted({cell.length for cell in cells}), sorted({cell.depth for cell in cells})
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    table.add_column("variant")
-    table.add_column("depth")
+    table.add_column("variant", no_wrap=True)
+    table.add_column("depth", no_wrap=True)
     for length in lengths:
-        table.add_column(f"{length:,}", justify="right")
+        table.add_column(round_length(length) if short else f"{length:,}", justify="right", no_wrap=True)
     at: dict[tuple[str, float, int], list[Cell]] = {}
     for cell in cells:
         at.setdefault((cell.variant, cell.depth, cell.length), []).append(cell)
