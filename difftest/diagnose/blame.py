@@ -111,7 +111,10 @@ class LayerBlame:
             return "nothing to blame"
         if self.verdict.answer == "cannot judge":
             return f"cannot judge: {self.verdict.why}"
-        return " and ".join(map(str, self.culprits)) or self.verdict.headline
+        told = " and ".join(map(str, self.culprits))
+        if self.verdict.answer == "bug" and not self.failed:
+            return f"{self.verdict.headline}, by comparison alone{f'; {told}' if told else ''}"
+        return told or self.verdict.headline
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -119,6 +119,18 @@ def test_a_format_is_blamed_where_no_check_fails():
     assert "smallest set that restores it: index_k + index_q" in "\n".join(layer_lines(layer))
 
 
+def test_a_fault_that_no_check_of_a_stage_shows_is_told_as_such():
+    """Under a policy without isolated bounds, scores half as large as the exact ones are seen by comparison alone."""
+
+    class Scaled(type(get_path("sglang-fp8-model"))):
+        def scale_score(self, total, scale):
+            return 0.5 * super().scale_score(total, scale)
+
+    [found] = blame(CASE, Scaled(), policy=replace(load_policy("default"), isolated={})).layers
+    assert found.failed == {} and found.costs["score"].smallest[0] == {"score"}
+    assert found.answer.startswith("bug at score, by comparison alone")
+
+
 def test_a_passing_case_has_nothing_to_blame():
     found = blame(CASE, "bf16-k")
     assert found.exit_code == 0 and found.layers[0].nothing and found.layers[0].costs == {}
