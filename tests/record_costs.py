@@ -1,4 +1,4 @@
-"""Records what units cost on this machine's CPU into cases/costs.json: processor seconds, one thread, all default paths.
+"""Records what units cost on this CPU into cases/costs.json: processor seconds, one thread, all default paths.
 
     make costs        # or: OMP_NUM_THREADS=1 python tests/record_costs.py [PROFILE]
 
@@ -11,8 +11,8 @@ import sys
 import time
 
 import torch
-
 from difftest.cases import registry
+
 from difftest.runner import DEFAULT_PATHS, covers, open_paths, run_layer
 from difftest.scale.needs import COSTS, Unit, recorded_seconds
 
