@@ -34,7 +34,7 @@ class Chart:
 
 def charts(evidence: Evidence) -> list[Chart]:
     """Every chart for which the evidence has numbers."""
-    made = (recall_curve, boundary_gaps, score_scatter, worst_row, stage_times, stage_memory, bench_rows)
+    made = (recall_curve, needle_curve, boundary_gaps, score_scatter, worst_row, stage_times, stage_memory, bench_rows)
     return [chart for draw in made if (chart := draw(evidence)) is not None]
 
 
@@ -80,7 +80,7 @@ def recall_curve(evidence: Evidence) -> Chart | None:
     if not found:
         return None
     rows = []
-    with axes("recall") as (axis, drawing):
+    with axes("recall", top=0.3 + 0.16 * (1 + len(found) // 2)) as (axis, drawing):
         for number, (path, by_length) in enumerate(found.items()):
             lengths = sorted(by_length)
             mean = [sum(pair[0] for pair in by_length[one]) / len(by_length[one]) for one in lengths]
@@ -88,17 +88,50 @@ def recall_curve(evidence: Evidence) -> Chart | None:
             axis.plot(lengths, mean, label=short(path), **style(number))
             axis.fill_between(lengths, worst, mean, color=SERIES[number % len(SERIES)], alpha=0.12, linewidth=0)
             rows += [(path, f"{n:,}", f"{m:.4f}", f"{w:.4f}") for n, m, w in zip(lengths, mean, worst, strict=True)]
-        axis.set_xscale("log")
-        lengths = [length for by_length in found.values() for length in by_length]
-        ticks = [1 << bits for bits in range(8, 21) if min(lengths) <= 2 << bits and 1 << bits <= 2 * max(lengths)]
-        axis.set_xticks(ticks, [f"{tick >> 10}k" if tick >= 1024 else str(tick) for tick in ticks])
-        axis.minorticks_off()
+        _token_axis(axis, [length for by_length in found.values() for length in by_length])
         axis.set_xlabel("tokens of the longest request")
         axis.set_ylabel("recall of the exact selection")
         axis.grid(axis="y")
         legend(axis)
     caption = "Line: mean over rows and layers. Band: down to the worst row."
     return Chart("recall", "Recall against length", caption, drawing.svg, ("path", "tokens", "mean", "worst row"), rows)
+
+
+def needle_curve(evidence: Evidence) -> Chart | None:
+    """Share of needles found against length: of in-process sweeps, and of facts asked of live servers."""
+    found: dict[str, dict[int, list[bool]]] = {}
+    for needle in evidence.sweep:
+        if needle.result is not None:
+            name = f"{needle.variant}, k {needle.k}, {needle.distractor}"
+            found.setdefault(name, {}).setdefault(needle.length, []).append(needle.result.selected)
+    for (server, suite, length, _), result in evidence.exchanges.items():
+        if result in ("pass", "miss"):
+            found.setdefault(f"server {server}, {suite}", {}).setdefault(length, []).append(result == "pass")
+    if not found:
+        return None
+    rows = []
+    with axes("needle-curve", top=0.3 + 0.16 * (1 + len(found) // 2)) as (axis, drawing):
+        for number, (name, by_length) in enumerate(found.items()):
+            lengths = sorted(by_length)
+            shares = [sum(by_length[length]) / len(by_length[length]) for length in lengths]
+            axis.plot(lengths, shares, label=short(name), **style(number))
+            rows += [(name, f"{n:,}", f"{sum(by_length[n])} of {len(by_length[n])}") for n in lengths]
+        _token_axis(axis, [length for by_length in found.values() for length in by_length])
+        axis.set_ylim(-0.03, 1.03)
+        axis.set_xlabel("tokens")
+        axis.set_ylabel("share of needles found")
+        axis.grid(axis="y")
+        legend(axis)
+    caption = "A needle is one planted entry (sweep) or one fact to be recalled (live server)."
+    return Chart("needle-curve", "Needles against length", caption, drawing.svg, ("who", "tokens", "found"), rows)
+
+
+def _token_axis(axis: Any, lengths: Sequence[int]) -> None:
+    """A logarithmic axis of tokens, labelled at powers of two."""
+    axis.set_xscale("log")
+    ticks = [1 << bits for bits in range(8, 21) if min(lengths) <= 2 << bits and 1 << bits <= 2 * max(lengths)]
+    axis.set_xticks(ticks, [f"{tick >> 10}k" if tick >= 1 << 10 else str(tick) for tick in ticks])
+    axis.minorticks_off()
 
 
 def boundary_gaps(evidence: Evidence) -> Chart | None:

@@ -57,14 +57,14 @@ def matplotlib_figure() -> Any:
 
 @contextmanager
 def axes(
-    name: str, height: float = HEIGHT, left: float = LEFT, bottom: float = BOTTOM
+    name: str, height: float = HEIGHT, left: float = LEFT, bottom: float = BOTTOM, top: float = TOP
 ) -> Iterator[tuple[Any, "Drawing"]]:
     """An empty axis and the drawing that becomes SVG on leaving. `name` makes the ids in it unique on the page.
 
     Margins are fixed, in inches: laying out a figure by itself takes as long as drawing it.
     """
     figure = matplotlib_figure()(figsize=(WIDTH, height))
-    figure.subplots_adjust(left / WIDTH, bottom / height, 1 - RIGHT / WIDTH, 1 - TOP / height)
+    figure.subplots_adjust(left / WIDTH, bottom / height, 1 - RIGHT / WIDTH, 1 - top / height)
     drawing = Drawing()
     yield figure.subplots(), drawing
     drawing.svg = _text(figure, name)

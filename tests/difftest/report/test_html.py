@@ -97,6 +97,36 @@ def test_old_records_without_what_is_drawn_still_make_a_page(run_dir):
     assert 'id="gaps"' in text and 'id="worst"' not in text
 
 
+def test_sweeps_live_recall_and_bench_are_drawn(tmp_path, run_dir):
+    from difftest.recall.sweep_cell import SCHEMA, Cell, Score
+
+    def cell(length, depth, selected):
+        result = Score(selected, 3, 1.5, 4.0, 0.1, 0.05, 0.2, 0.1)
+        return Cell("none", 2, 0, "bf16-k", "path", 512, length, depth, 7, length // 4, result)
+
+    cells = [cell(length, depth, length < 9000) for length in (4096, 16384) for depth in (0.1, 0.9)]
+    settings = json.dumps({"kind": "settings", "schema": SCHEMA, "settings": {"seed": 0}})
+    (tmp_path / "sweep.jsonl").write_text("\n".join([settings, *(one.to_json() for one in cells)]) + "\n")
+    row = {
+        "kernel": "score",
+        "format": "bf16",
+        "shape": "64 x 16384",
+        "us": 12.5,
+        "share_of_ceiling": 0.83,
+        "ratio_to_fp8": 1.1,
+    }
+    (tmp_path / "bench.json").write_text(json.dumps({"ceilings": {}, "rows": [row]}))
+    text = html(load([run_dir(), tmp_path], "default"))
+    for part in (
+        "Needles against length",
+        "sweep, bf16-k, k 512, none",
+        "✗ 0/1",
+        "Kernels against the ceiling",
+        "83.0%",
+    ):
+        assert part in text, part
+
+
 def test_an_empty_run_says_that_nothing_was_judged(run_dir):
     text = html(load([run_dir(found=[])], "default"))
     assert "CANNOT JUDGE" in text and "nothing was compared" in text
