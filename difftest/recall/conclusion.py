@@ -37,14 +37,15 @@ def conclusion(found: Sequence[Curve], cells: Sequence[Cell]) -> list[str]:
 def _scope(cells: Sequence[Cell]) -> str:
     lengths = sorted({cell.length for cell in cells})
     counts = [
-        f"{len(cells):,} needles",
-        f"{len({cell.variant for cell in cells})} variants",
-        f"{len(lengths)} lengths from {lengths[0]:,} to {lengths[-1]:,} tokens",
-        f"{len({cell.depth for cell in cells})} depths",
-        f"{len({cell.layer for cell in cells})} layers",
-        f"{len({cell.seed for cell in cells})} seeds",
+        (len(cells), "needle"),
+        (len({cell.variant for cell in cells}), "variant"),
+        (len(lengths), "length"),
+        (len({cell.depth for cell in cells}), "depth"),
+        (len({cell.layer for cell in cells}), "layer"),
+        (len({cell.seed for cell in cells}), "seed"),
     ]
-    return ", ".join(counts) + "."
+    said = ", ".join(f"{count:,} {what}{'s' * (count != 1)}" for count, what in counts)
+    return f"{said}; {lengths[0]:,} to {lengths[-1]:,} tokens."
 
 
 def _of_distractor(distractor: str, k: int, found: Sequence[Curve]) -> list[str]:
@@ -134,9 +135,8 @@ def about_place(found: Sequence[Curve]) -> list[str]:
         if halves:
             first, middle = (round_length(ordered[len(ordered) // 2]) for ordered in (onsets, halves))
             lines.append(
-                f"**Where a cliff lies is decided by index_topk.** With k {k}, {len(halves)} curves fall off a cliff "
-                f"and are no better than chance: a tenth of their needles is lost at {first}, half at {middle} "
-                f"(medians). "
+                f"**Where a cliff lies is decided by index_topk.** With k {k}, {len(halves)} of the curves on a cliff "
+                f"are no better than chance: a tenth of their needles is lost at {first}, half at {middle} (medians). "
                 f"Picking {k} entries at random loses none up to {4 * k:,} tokens, where all are selected, and half at "
                 f"{8 * k:,}."
             )

@@ -105,8 +105,8 @@ def test_needles_below_the_exact_cut_are_left_out() -> None:
 
 def test_the_place_of_a_cliff_is_compared_with_a_random_choice() -> None:
     text = said(cells("a", random_choice()), cells("b", random_choice(1024), k=1024))
-    assert "With k 512, 1 curves fall" in text and "half at 4,096" in text
-    assert "With k 1024, 1 curves fall" in text and "half at 8,192" in text
+    assert "With k 512, 1 of the curves" in text and "half at 4,096" in text
+    assert "With k 1024, 1 of the curves" in text and "half at 8,192" in text
 
 
 def test_a_needle_lost_where_nothing_competes_is_a_fault_of_its_own() -> None:
