@@ -5,7 +5,7 @@ import sys
 import time
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, NoReturn, TypeVar
 
 import typer
 from rich.console import Console
@@ -15,6 +15,7 @@ errors = Console(stderr=True)
 
 FILE_WIDTH = 200
 """Columns of tables that are written into a file or a pipe: nothing is cut there."""
+Number = TypeVar("Number", int, float)
 USAGE, CANNOT_JUDGE, INTERRUPTED = 2, 125, 130
 
 
@@ -44,10 +45,12 @@ def sweep_main(
     path: Annotated[
         list[str] | None, typer.Option(help="Sweep only this path (repeatable); name or name:option=value.")
     ] = None,
-    lengths: Annotated[list[int] | None, typer.Option("--length", "--lengths", help="Tokens (repeatable).")] = None,
+    lengths: Annotated[
+        list[str] | None, typer.Option("--length", "--lengths", help="Tokens (repeatable, or with commas).")
+    ] = None,
     depths: Annotated[
-        list[float] | None,
-        typer.Option("--depth", "--depths", help="Share of what the row sees, 0 to 1 (repeatable)."),
+        list[str] | None,
+        typer.Option("--depth", "--depths", help="Share of what the row sees, 0 to 1 (repeatable, or with commas)."),
     ] = None,
     layers: Annotated[int, typer.Option(help="How many layers, evenly spread; 3 if not given.")] = 0,
     seeds: Annotated[int, typer.Option(help="How many seeds; 3 if not given.")] = 0,
@@ -82,8 +85,8 @@ def sweep_main(
 
     try:
         options = sweep.options_of(
-            path or [], lengths or [], depths or [], layers, seeds, distractors or [], ablation or [],
-            choose_device(device), profile, model,
+            path or [], numbers(lengths, int, "--length"), numbers(depths, float, "--depth"), layers, seeds,
+            words(distractors), words(ablation), choose_device(device), profile, model,
         )  # fmt: skip
         formats = check_pictures(picture or [])
     except (ValueError, FileNotFoundError) as error:
@@ -131,6 +134,22 @@ def show_main(
     else:
         show(outcome, written)
     raise typer.Exit(outcome.exit_code)
+
+
+def words(values: list[str] | None) -> list[str]:
+    """The words of a repeatable option whose values may hold several, with commas."""
+    return [word.strip() for value in values or [] for word in value.split(",") if word.strip()]
+
+
+def numbers(values: list[str] | None, kind: type[Number], option: str) -> list[Number]:
+    """The numbers of such an option. ValueError names what is none."""
+    found = []
+    for word in words(values):
+        try:
+            found.append(kind(word))
+        except ValueError as error:
+            raise ValueError(f"{option} {word!r} is no {'whole ' if kind is int else ''}number") from error
+    return found
 
 
 def check_pictures(names: list[str]) -> tuple[str, ...]:

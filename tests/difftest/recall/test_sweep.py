@@ -172,6 +172,7 @@ def cli(*words: str) -> tuple[int, str]:
         (("--path", "bf16-k:colour=red"), "does not take 'colour=red'"),
         (("--distractor", "gausian"), "did you mean gaussian"),
         (("--ablation", "hadamart"), "did you mean hadamard"),
+        (("--length", "many"), "--length 'many' is no whole number"),
         (("--length", "5"), "length 5 is outside 24 to 1,048,576"),
         (("--depth", "1.5"), "depth 1.5 is no share"),
         (("--layers", "99"), "v4-flash has 21 layers with an indexer"),
@@ -188,7 +189,7 @@ def test_bad_usage_is_one_sentence(words: tuple[str, ...], message: str, tmp_pat
 
 def test_the_command_writes_records_curves_conclusion_and_pictures(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason=sweep_plot.INSTALL)
-    words = ("--path", "sglang-fp8-model", "--length", "1000", "--length", "2500", "--layers", "1", "--seeds", "1")
+    words = ("--path", "sglang-fp8-model", "--lengths", "1000,2500", "--layers", "1", "--seeds", "1")
     code, output = cli(
         *words, "--device", "cpu", "--out", str(tmp_path), "--json", "--picture", "png", "--picture", "svg"
     )
