@@ -235,14 +235,14 @@ def _blame_layer(
     if fault:
         record = Record(case, inputs.layer, inputs.kind, own.name, "kv", "isolated", ORACLE, skipped=fault)
         return _answer([record], policy, inputs, own, other.name)
-    exact = run_path(get_path(ORACLE), inputs, case)
+    exact = get_path(ORACLE).run(inputs, case)
     result = _saved(run, case, inputs, own) if run else run_path(own, inputs, case)
-    accumulate(result, inputs, exact.trace, own)
+    accumulate(result, inputs, exact, own)
     found = _answer(result.records, policy, inputs, own, other.name)
     whole = all(stage in result.trace for stage in stages_of(inputs.kind))
     if found.nothing or not whole:
         return found
-    against = exact.trace if other.name == ORACLE else _trace_of(run, case, inputs, other)
+    against = exact if other.name == ORACLE else _trace_of(run, case, inputs, other)
     sides = Side(result.trace, None if run else own), Side(against, other if other.availability().ok else None)
     return weigh(found, Mixture(inputs, *sides))
 
