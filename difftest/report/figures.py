@@ -80,7 +80,7 @@ def recall_curve(evidence: Evidence) -> Chart | None:
     if not found:
         return None
     rows = []
-    with axes("recall", top=0.3 + 0.16 * (1 + len(found) // 2)) as (axis, drawing):
+    with axes("recall", len(found)) as (axis, drawing):
         for number, (path, by_length) in enumerate(found.items()):
             lengths = sorted(by_length)
             mean = [sum(pair[0] for pair in by_length[one]) / len(by_length[one]) for one in lengths]
@@ -110,12 +110,15 @@ def needle_curve(evidence: Evidence) -> Chart | None:
     if not found:
         return None
     rows = []
-    with axes("needle-curve", top=0.3 + 0.16 * (1 + len(found) // 2)) as (axis, drawing):
-        for number, (name, by_length) in enumerate(found.items()):
-            lengths = sorted(by_length)
-            shares = [sum(by_length[length]) / len(by_length[length]) for length in lengths]
-            axis.plot(lengths, shares, label=short(name), **style(number))
-            rows += [(name, f"{n:,}", f"{sum(by_length[n])} of {len(by_length[n])}") for n in lengths]
+    lowest = sorted(found, key=lambda name: min(sum(hits) / len(hits) for hits in found[name].values()))
+    drawn = [name for name in found if name in lowest[: len(SERIES)]]
+    for name, by_length in found.items():
+        rows += [(name, f"{n:,}", f"{sum(hits)} of {len(hits)}") for n, hits in sorted(by_length.items())]
+    with axes("needle-curve", len(drawn)) as (axis, drawing):
+        for number, name in enumerate(drawn):
+            points = sorted(found[name].items())
+            shares = [sum(hits) / len(hits) for _, hits in points]
+            axis.plot([length for length, _ in points], shares, label=short(name), **style(number))
         _token_axis(axis, [length for by_length in found.values() for length in by_length])
         axis.set_ylim(-0.03, 1.03)
         axis.set_xlabel("tokens")
@@ -123,6 +126,8 @@ def needle_curve(evidence: Evidence) -> Chart | None:
         axis.grid(axis="y")
         legend(axis)
     caption = "A needle is one planted entry (sweep) or one fact to be recalled (live server)."
+    if len(found) > len(drawn):
+        caption += f" Drawn are the {len(drawn)} of {len(found)} that lose most; the table has all."
     return Chart("needle-curve", "Needles against length", caption, drawing.svg, ("who", "tokens", "found"), rows)
 
 
@@ -145,7 +150,7 @@ def boundary_gaps(evidence: Evidence) -> Chart | None:
         return None
     edges = [LEAST_GAP * (MOST_GAP / LEAST_GAP) ** (step / GAP_BINS) for step in range(GAP_BINS + 1)]
     rows = []
-    with axes("gaps") as (axis, drawing):
+    with axes("gaps", len(found)) as (axis, drawing):
         for number, (path, gaps) in enumerate(found.items()):
             clipped = [min(max(gap, LEAST_GAP), MOST_GAP) for gap in gaps if not math.isnan(gap)]
             look = style(number)
@@ -186,7 +191,7 @@ def score_scatter(evidence: Evidence) -> Chart | None:
     series = {path: thin([pair for pair in pairs if all(map(math.isfinite, pair))]) for path, pairs in series.items()}
     if not any(series.values()):
         return None
-    with axes("scatter", height=4.0) as (axis, drawing):
+    with axes("scatter", len(series), height=3.3) as (axis, drawing):
         span = max((abs(want) for pairs in series.values() for want, _ in pairs), default=1.0) or 1.0
         axis.plot([-span, span], [-span, span], color=FAINT, linewidth=1)
         for number, (path, pairs) in enumerate(series.items()):
@@ -224,7 +229,7 @@ def worst_row(evidence: Evidence) -> Chart | None:
     record, cut = min(preferred or cuts, key=lambda pair: float(pair[1]["recall"]))
     mine = [flag == "1" for flag in cut["mine"]]
     theirs = [rank <= cut["k"] for rank in cut["rank"]]
-    with axes("worst", height=3.8) as (axis, drawing):
+    with axes("worst", 5, height=3.1) as (axis, drawing):
         places = list(range(len(mine)))
         axis.plot(places, [float(one) for one in cut["want"]], color=INK, linewidth=1, label="oracle's score")
         groups = (
@@ -287,7 +292,7 @@ def _bars(
     paths, stages, middle = _by_path_and_stage(evidence, fact)
     if len({stage for _, stage in middle}) < 2:
         return None
-    with axes(name, bottom=0.85) as (axis, drawing):
+    with axes(name, len(paths), bottom=0.85) as (axis, drawing):
         for number, path in enumerate(paths):
             values = [middle.get((path, stage), 0.0) * scale for stage in stages]
             places = [place + 0.8 * number / len(paths) for place in range(len(stages))]
@@ -329,7 +334,7 @@ def bench_rows(evidence: Evidence) -> Chart | None:
         return None
     formats = list(dict.fromkeys(row["format"] for row in rows))
     names = list(dict.fromkeys(f"{row['kernel']} {row['shape']}" for row in rows))
-    with axes("bench", height=max(2.5, 0.22 * len(names) + 1.3), left=2.2) as (axis, drawing):
+    with axes("bench", len(formats), height=max(2.0, 0.22 * len(names) + 0.6), left=2.2) as (axis, drawing):
         for number, form in enumerate(formats):
             mine = [row for row in rows if row["format"] == form]
             places = [names.index(f"{row['kernel']} {row['shape']}") for row in mine]

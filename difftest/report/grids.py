@@ -126,9 +126,14 @@ class Grid:
     depths: list[str]
     rows: list[tuple[str, list[tuple[str, str]]]]
 
+    @property
+    def lost(self) -> bool:
+        """Whether any needle was not found."""
+        return any(state in ("fail", "part") for _, cells in self.rows for state, _ in cells)
+
 
 def needle_grids(evidence: Evidence) -> list[Grid]:
-    """Grids of needle cases, of in-process sweeps and of live servers, those that there are."""
+    """Grids of needle cases, of in-process sweeps and of live servers, those that lost needles first."""
     found: dict[str, dict[tuple[int, str], list[bool]]] = {}
     for record in evidence.records:
         if record.comparison == "accumulated" and record.path != "oracle":
@@ -144,7 +149,7 @@ def needle_grids(evidence: Evidence) -> list[Grid]:
         if result in ("pass", "miss"):
             cell = found.setdefault(f"server {server}, {suite}", {})
             cell.setdefault((length, str(depth)), []).append(result == "pass")
-    return [_grid(title, cells) for title, cells in found.items()]
+    return sorted((_grid(title, cells) for title, cells in found.items()), key=lambda grid: not grid.lost)
 
 
 def _depth(share: float) -> str:

@@ -15,10 +15,11 @@ VARIABLES = {INK: "var(--ink)", FAINT: "var(--faint)", WARN: "var(--bad)"} | {
     colour: f"var(--series-{number})" for number, colour in enumerate(SERIES)
 }
 INSTALL = 'pip install "difftest[report]"'
-WIDTH, HEIGHT = 5.4, 3.4
-"""Inches. Narrow, so that 9 point text is still readable when the figure is as wide as a phone."""
-LEFT, BOTTOM, RIGHT, TOP = 0.65, 0.5, 0.12, 0.7
-"""Inches around the axes; the legend is on top."""
+WIDTH, HEIGHT = 5.4, 2.7
+"""Inches, without the legend. Narrow, so that 9 point text is still readable when the figure is as wide as a phone."""
+LEFT, BOTTOM, RIGHT = 0.65, 0.5, 0.12
+LEGEND_PAD, LEGEND_LINE = 0.2, 0.17
+"""Inches around the axes; the legend is above them."""
 
 
 class NoPlots(Exception):
@@ -57,14 +58,17 @@ def matplotlib_figure() -> Any:
 
 @contextmanager
 def axes(
-    name: str, height: float = HEIGHT, left: float = LEFT, bottom: float = BOTTOM, top: float = TOP
+    name: str, entries: int, height: float = HEIGHT, left: float = LEFT, bottom: float = BOTTOM
 ) -> Iterator[tuple[Any, "Drawing"]]:
     """An empty axis and the drawing that becomes SVG on leaving. `name` makes the ids in it unique on the page.
 
-    Margins are fixed, in inches: laying out a figure by itself takes as long as drawing it.
+    Margins are fixed, in inches: laying out a figure by itself takes as long as drawing it. The figure grows by the
+    room that a legend of `entries` in two columns takes.
     """
+    legend = LEGEND_PAD + LEGEND_LINE * -(-entries // 2)
+    height += legend
     figure = matplotlib_figure()(figsize=(WIDTH, height))
-    figure.subplots_adjust(left / WIDTH, bottom / height, 1 - RIGHT / WIDTH, 1 - top / height)
+    figure.subplots_adjust(left / WIDTH, bottom / height, 1 - RIGHT / WIDTH, 1 - legend / height)
     drawing = Drawing()
     yield figure.subplots(), drawing
     drawing.svg = _text(figure, name)
