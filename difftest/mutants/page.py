@@ -18,9 +18,9 @@ on a CPU, planted by wrapping a single building block of the path (`difftest/mut
 catches it. The rows are kept in `cases/kill_matrix.json`; `make mutants` makes them and this page again, and a test
 fails when a gate no longer catches what it caught or when another stage is named.
 
-Where the inside of a fused kernel is at fault (`bf16-k` prepares keys, queries and scores in one kernel each), the kernel
-is replaced by the same arithmetic in torch with the fault in it. Without a fault these stand-ins agree, which a test
-shows; faults of what a kernel is called with (tables, lengths, slots, weights) are planted in the call.
+Where the inside of a fused kernel is at fault (`bf16-k` has one each for keys, queries and scores), the kernel is
+replaced by the same arithmetic in torch with the fault in it. Without a fault these stand-ins agree, which a test shows.
+Faults of what a kernel is called with (tables, lengths, slots, weights) are planted in the call.
 
     difftest mutants list                                   every mutant, its report and its stage
     difftest mutants run l8-step-visibility --path bf16-k   what the gates say about one
