@@ -59,7 +59,7 @@ def test_the_smallest_layer_fails_the_same_way(faulty, layer, name):
 
 def test_it_keeps_what_the_fault_needs(faulty, layer):
     """The last entry of a page is at fault, so a page's worth of entries stays."""
-    found = shrink(get_path("page-edge"), layer, CASE.id, POLICY, seconds=3.0)
+    found = shrink(get_path("page-edge"), layer, CASE.id, POLICY, seconds=30.0)
     assert sizes(found.smallest.inputs)["entries"] == 64
     assert found.smallest.where["entry"] == 63
 
