@@ -239,8 +239,7 @@ def _blame_layer(
     result = _saved(run, case, inputs, own) if run else run_path(own, inputs, case)
     accumulate(result, inputs, exact, own)
     found = _answer(result.records, policy, inputs, own, other.name)
-    whole = all(stage in result.trace for stage in stages_of(inputs.kind))
-    if found.nothing or not whole:
+    if found.nothing:
         return found
     against = exact if other.name == ORACLE else _trace_of(run, case, inputs, other)
     sides = Side(result.trace, None if run else own), Side(against, other if other.availability().ok else None)
@@ -250,16 +249,21 @@ def _blame_layer(
 def blame_result(result: Result, inputs: LayerInputs, exact: Trace, own: Path, policy: Policy) -> LayerBlame:
     """Blame for a result whose accumulated records are made, against the oracle's trace of the same inputs."""
     found = _answer(result.records, policy, inputs, own, ORACLE)
-    if found.nothing or any(stage not in result.trace for stage in stages_of(inputs.kind)):
+    if found.nothing:
         return found
     return weigh(found, Mixture(inputs, Side(result.trace, own), Side(exact, get_path(ORACLE))))
 
 
 def weigh(found: LayerBlame, mixture: Mixture) -> LayerBlame:
-    """Fills in what each consequence lost, by substitution, and which one the answer is about."""
+    """Fills in what each consequence lost, by substitution, and which one the answer is about.
+
+    A path that stopped early has the consequences whose stages it made.
+    """
     harm = Harm(mixture)
     for name in harm.names():
         players = [stage for stage in mixture.stages if stage in upstream(CONSEQUENCES[name].stage, found.kind)]
+        if any(stage not in mixture.own.trace for stage in players):
+            continue
         found.costs[name] = share_out(players, lambda replaced, of=name: harm.of(of, replaced))  # type: ignore[misc]
     found.primary = _primary(found)
     found.carried = tuple(stage for stage in mixture.stages if stage in mixture.carried)

@@ -19,7 +19,7 @@ catches it. The rows are kept in `cases/kill_matrix.json`; `make mutants` makes 
 fails when a gate no longer catches what it caught or when another stage is named.
 
 Where the inside of a fused kernel is at fault (`bf16-k` has one each for keys, queries and scores), the kernel is
-replaced by the same arithmetic in torch with the fault in it. Without a fault these stand-ins agree, which a test shows.
+replaced by the same arithmetic in torch with the fault in it. Without a fault these stand-ins agree, as a test shows.
 Faults of what a kernel is called with (tables, lengths, slots, weights) are planted in the call.
 
     difftest mutants list                                   every mutant, its report and its stage

@@ -10,6 +10,7 @@ from ..trace import StageTensors, Trace
 from . import _sglang_math as math_
 from . import flashmla_layout as flashmla
 from ._sglang_compressor import CompressorModel
+from .base import CannotFeed
 from .planar_pages import PlanarPages
 
 LATENT_BLOCK = 4096
@@ -115,6 +116,10 @@ class AttentionModel(CompressorModel):
         return self.load_latent(layout, pool, slots)
 
     def kv(self, inputs: LayerInputs, trace: Trace) -> StageTensors:
+        """Window and compressed latents. CannotFeed unless a latent has the 512 dims that the cache layout holds."""
+        width = flashmla.NOPE_DIMS + flashmla.ROPE_DIMS
+        if inputs.config.head_dim != width:
+            raise CannotFeed(f"head_dim is {inputs.config.head_dim}, and this cache holds latents of {width} dims")
         window, window_raw = self.store_window(inputs)
         compressed, compressed_raw = self.store_compressed(inputs)
         return {

@@ -151,6 +151,13 @@ def test_a_crash_is_blamed_on_its_stage_without_costs():
     assert found.answer == "bug at head_weight" and found.costs == {} and found.verdict.rule == "crash"
 
 
+def test_a_path_that_stops_late_is_blamed_for_what_it_made():
+    """Latents of another width than the cache holds: the index stages are there, attention is not."""
+    case = replace(CASE, overrides={**SMALL, "head_dim": 128})
+    [found] = blame(case, plant("sglang-fp8-model", "n3-last-token")).layers
+    assert list(found.costs) == ["score", "selection"] and found.answer == "bug at index_k"
+
+
 def test_inputs_with_a_nan_cannot_be_judged():
     found = blame(replace(CASE, family="non-finite"), "sglang-fp8-model")
     assert found.exit_code == 125 and found.layers[0].answer.startswith("cannot judge")
