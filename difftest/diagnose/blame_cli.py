@@ -58,6 +58,8 @@ def blame_command(
         available = get_path(path).availability()
         if not available.ok and not trace:
             _stop(CANNOT_JUDGE, f"path {path} cannot run here: {available.why}; {available.install}")
+        if switch and captured:
+            raise ValueError("--switch needs a case that processes of their own can generate, not captured inputs")
         if switch:
             _switches(named, path, switch, layer or [], where, policy, as_json)
         found = blame(
