@@ -9,18 +9,22 @@ from pathlib import Path as File
 from ..cases.case import Case
 from ..environment import package_version
 from ..paths.base import Path, get_path
-from ..record import Record, append_records
+from ..record import Record, append_records, read_records
 from ..runner import Plan, Result, covers, run_layer
-from ..scale.accounts import Running, killed, killed_record
+from ..scale.accounts import PARTS, Running, killed, killed_record
 from ..scale.locks import build_once, memory_lease
 from ..scale.needs import memory_bytes
 from ..scale.workers import MEMORY
 from ..stages import StageName
 from ..testing import CannotJudge, check_records, resolve_device
-from ..verdict import load_policy
+from ..verdict import CRASH, load_policy
 
 BUILT_BY = ("torch", "triton", "sglang", "sgl-deep-gemm", "sgl-flash-mla", "sglang-kernel", "difftest")
 """Packages whose versions decide what a path builds just in time."""
+
+WORKER, POISONED = "PYTEST_XDIST_WORKER", 70
+CUDA_ERROR = "CUDA error"
+"""How torch names a fault of the device (an illegal address, an assertion) that only a new process recovers from."""
 
 
 @dataclass
@@ -49,11 +53,28 @@ class Lab:
         ready = [path for path in map(get_path, plan.paths) if path.availability().ok and covers(path, case, layer)]
         dead = killed(self.scratch) if self.scratch else set()
         for path in [path for path in ready if (case.id, layer, path.name) in dead]:
-            self._keep(specs[path.name], [killed_record(case.id, layer, case.config.kind(layer), path.name)])
             ready.remove(path)
+            told = self._told_before(case.id, layer, path.name)
+            self._records[specs[path.name]] = told
+            if not told:
+                self._keep(specs[path.name], [killed_record(case.id, layer, case.config.kind(layer), path.name)])
         for path, result in self._results(plan, case, layer, ready):
             self._keep(specs[path.name], result.records)
+            if WORKER in os.environ and _poisoned(result.records):
+                os._exit(POISONED)  # the note of this path stays, so the worker that replaces this one passes it over
         return self._records
+
+    def _told_before(self, case: str, layer: int, path: str) -> list[Record]:
+        """What a worker that has died could still record of a path, if it recorded that the path crashed."""
+        assert self.scratch is not None
+        files = sorted(self.scratch.glob(PARTS))
+        told = [
+            one
+            for file in files
+            for one in read_records(file)
+            if (one.case, one.layer, one.path) == (case, layer, path)
+        ]
+        return told if any(finding.rule == CRASH for one in told for finding in one.findings) else []
 
     def _results(self, plan: Plan, case: Case, layer: int, ready: Sequence[Path]) -> Iterator[tuple[Path, Result]]:
         device = resolve_device(self.device)
@@ -62,6 +83,7 @@ class Lab:
             if device == "cuda" and self.scratch and os.environ.get(MEMORY):
                 ledger = self.scratch / f"memory-{os.environ.get('CUDA_VISIBLE_DEVICES', 'all')}.json"
                 held.enter_context(memory_lease(memory_bytes(case, layer), int(os.environ[MEMORY]), ledger))
+                held.callback(_free_cached_memory)
             results = run_layer(case, layer, ready, device, plan.captured.get((case.id, layer)))
             for path in ready:
                 if note:
@@ -91,6 +113,19 @@ class Lab:
     def check(self, records: list[Record]) -> None:
         """Raises AssertionError or CannotJudge as the policy says of these records."""
         check_records(records, load_policy(self.policy))
+
+
+def _poisoned(records: Sequence[Record]) -> bool:
+    """Whether a path has left this process's CUDA context unusable: every later kernel would fail too."""
+    return any(one.rule == CRASH and CUDA_ERROR in one.message for record in records for one in record.findings)
+
+
+def _free_cached_memory() -> None:
+    """Gives memory that torch keeps for later back to the GPU, where the next worker's case needs it."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import torch
 from difftest.cases.case import Case
 
 from difftest.runner import Plan, run_layer
+from difftest.scale import accounts
 from difftest.scale.accounts import Running
 from difftest.scale.workers import MEMORY
 from difftest.suite import lab
@@ -56,6 +57,33 @@ def test_a_unit_runs_once_for_all_its_stages(tmp_path, monkeypatch):
             assert {record.stage for record in made.stage(PLAN, TINY, 0, spec, stage)} == {stage}
     assert len(runs) == 1
     assert not list(tmp_path.glob("running-*")), "no note is left"
+
+
+def test_a_worker_with_a_broken_cuda_context_makes_way_for_another(tmp_path, monkeypatch):
+    def fault(self, inputs, trace):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def leave(code):
+        raise SystemExit(code)
+
+    monkeypatch.setattr("difftest.paths.deepseek.Deepseek.kv", fault)
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
+    made = Lab("cpu", "default", tmp_path / "records.jsonl", tmp_path)
+    with pytest.raises(SystemExit, match="70"):
+        made.run(PLAN, TINY, 0)
+    [note] = tmp_path.glob("running-*.json")
+    assert json.loads(note.read_text())["path"] == "deepseek", "which the next worker will not run"
+    assert "illegal memory access" in (tmp_path / "records.jsonl").read_text()
+    monkeypatch.delenv("PYTEST_XDIST_WORKER")
+    monkeypatch.setattr(accounts, "alive", lambda pid: False)
+    (tmp_path / "records.jsonl").rename(tmp_path / "records-gw0.jsonl")
+    made = Lab("cpu", "default", tmp_path / "records-gw1.jsonl", tmp_path)
+    [crash] = made.stage(PLAN, TINY, 0, "deepseek", "kv")
+    assert "illegal memory access" in crash.findings[0].message, "the next worker tells what the first one recorded"
+    assert "deepseek" not in (tmp_path / "records-gw1.jsonl").read_text()
+    made = Lab("cpu", "default", tmp_path / "more.jsonl", tmp_path)
+    assert set(made.run(PLAN, TINY, 0)) == {"oracle", "deepseek"}, "a process that nobody replaces goes on"
 
 
 def test_a_path_that_killed_a_worker_is_not_run_again(tmp_path):
