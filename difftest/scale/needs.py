@@ -15,8 +15,8 @@ SCRATCH = 3 << 29
 """Bytes of a worker besides its tensors: CUDA context, kernels' workspaces, chunks of the exact stages (1.5 GiB)."""
 COSTS = Path(cases.__path__[0]) / "costs.json"
 SECONDS_OVERHEAD, BYTES_PER_SECOND = 0.3, 3e7
-"""A unit without a recorded time: 0.3 s and a second for each 30 MB it holds, within a factor of FIT of what was recorded
-on a CPU; on a GPU only the order counts."""
+"""A unit without a recorded time: 0.3 s and a second for each 30 MB it holds, within a factor of FIT of what was
+recorded on a CPU; on a GPU only the order counts."""
 FIT = 2.5
 
 
