@@ -209,7 +209,8 @@ def blame(
 
     path, baseline  specs, or objects of your own `Path` class; stages are replaced by the baseline's.
     traces          directory of an earlier run: the path's (and, where it is there, the baseline's) tensors are read
-                    from it, nothing of the path is run, and stages are carried instead of computed again.
+                    from it, nothing of the path is run, and stages are carried instead of computed again. Without
+                    `layers`, those that were saved.
     captured        inputs by layer, instead of those that the case generates.
 
     ValueError if a saved trace is missing; NotCovered if the path has nothing to say about any of the layers.
@@ -217,15 +218,24 @@ def blame(
     own, other = (get_path(name) if isinstance(name, str) else name for name in (path, baseline))
     chosen = policy if isinstance(policy, Policy) else load_policy(policy)
     run = RunDir.open(traces) if traces else None
-    asked = [layer for layer in layers or case.layers if traces or covers(own, case, layer)]
-    if not asked:
-        raise NotCovered(f"path {own.name} has nothing to say about {case.id}: it holds recordings of other cases")
+    asked = list(layers) or _layers_of(case, own, run)
     found = []
     for layer in asked:
         inputs = ((captured or {}).get(layer) or generate(case, layer)).to(device)
         found.append(_blame_layer(case.id, inputs, own, other, chosen, run))
         on_layer(found[-1])
     return Blame(found)
+
+
+def _layers_of(case: Case, own: Path, run: RunDir | None) -> list[int]:
+    """The case's layers that the path has anything to say about; of saved traces, those that were saved."""
+    if run:
+        saved = [layer for layer in case.layers if run.trace_file(case.id, layer, own.name).is_file()]
+        return saved or list(case.layers[:1])
+    asked = [layer for layer in case.layers if covers(own, case, layer)]
+    if not asked:
+        raise NotCovered(f"path {own.name} has nothing to say about {case.id}: it holds recordings of other cases")
+    return asked
 
 
 def _blame_layer(
