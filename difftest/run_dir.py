@@ -1,6 +1,7 @@
 """The directory a run leaves behind: `run.json`, `records.jsonl` and `traces/`."""
 
 import json
+import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -64,4 +65,5 @@ class RunDir:
         return list(read_records(file)) if file.is_file() else []
 
     def trace_file(self, case: str, layer: int, path: str) -> Path:
-        return self.path / "traces" / f"{case}-layer{layer}-{path.replace(':', '_')}.safetensors"
+        """Where a path's trace lies; what no file name should hold (`:` and `/` of a spec's options) becomes `_`."""
+        return self.path / "traces" / re.sub(r"[^\w.@=,-]", "_", f"{case}-layer{layer}-{path}.safetensors")

@@ -29,3 +29,10 @@ def test_a_directory_that_is_no_run_is_named(tmp_path, content, fault):
         (tmp_path / "run.json").write_text(content)
     with pytest.raises(ValueError, match=fault):
         RunDir.open(tmp_path)
+
+
+def test_the_options_of_a_path_make_no_folders(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "run")
+    file = run.trace_file("capture:x", 2, "sglang-fp8@recorded:folder=/a/b")
+    assert file.parent == tmp_path / "run/traces"
+    assert file.name == "capture_x-layer2-sglang-fp8@recorded_folder=_a_b.safetensors"
