@@ -218,7 +218,7 @@ def blame(
     own, other = (get_path(name) if isinstance(name, str) else name for name in (path, baseline))
     chosen = policy if isinstance(policy, Policy) else load_policy(policy)
     run = RunDir.open(traces) if traces else None
-    asked = list(layers) or _layers_of(case, own, run)
+    asked = _layers_of(case, own, run, layers)
     found = []
     for layer in asked:
         inputs = ((captured or {}).get(layer) or generate(case, layer)).to(device)
@@ -227,14 +227,16 @@ def blame(
     return Blame(found)
 
 
-def _layers_of(case: Case, own: Path, run: RunDir | None) -> list[int]:
-    """The case's layers that the path has anything to say about; of saved traces, those that were saved."""
+def _layers_of(case: Case, own: Path, run: RunDir | None, layers: Sequence[int]) -> list[int]:
+    """The layers asked for, or the case's, that the path has anything to say about; of saved traces, those saved."""
     if run:
+        if layers:
+            return list(layers)
         saved = [layer for layer in case.layers if run.trace_file(case.id, layer, own.name).is_file()]
         return saved or list(case.layers[:1])
-    asked = [layer for layer in case.layers if covers(own, case, layer)]
+    asked = [layer for layer in layers or case.layers if covers(own, case, layer)]
     if not asked:
-        raise NotCovered(f"path {own.name} has nothing to say about {case.id}: it holds recordings of other cases")
+        raise NotCovered(f"path {own.name} has nothing to say about {case.id}: it holds other recordings")
     return asked
 
 
