@@ -31,7 +31,7 @@ def test_a_directory_that_is_no_run_is_named(tmp_path, content, fault):
         RunDir.open(tmp_path)
 
 
-def test_the_options_of_a_path_make_no_folders(tmp_path: Path) -> None:
+def test_the_options_of_a_path_make_no_folders(tmp_path) -> None:
     run = RunDir.create(tmp_path / "run")
     file = run.trace_file("capture:x", 2, "sglang-fp8@recorded:folder=/a/b")
     assert file.parent == tmp_path / "run/traces"
