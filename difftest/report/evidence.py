@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..record import Record
 from ..run_dir import MANIFEST, RunDir
-from ..scale.accounts import unique
+from ..scale.accounts import seeded, unique
 from ..verdict import Policy, Summary, Verdict, first_divergence, judge, load_policy, overall
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def _read_run(evidence: Evidence, folder: Path) -> bool:
         return False
     run = RunDir.open(folder)
     evidence.manifests.append(run.manifest)
-    evidence.records += run.records()
+    evidence.records += seeded(run.records(), run.manifest.get("cases") or {})
     if run.manifest["status"] != "complete":
         evidence.problems.append(f"{folder.name} is {run.manifest['status']}: it holds what was finished before")
     evidence.problems += [f"not run: {path}: {why}" for path, why in _demanded(run.manifest)]

@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,16 @@ def read_planned(file: Path) -> list[Planned]:
 
 def key(record: Record) -> tuple[Any, ...]:
     """What a record is about. Two records of one run with the same key are the same measurement made twice."""
-    seed = record.facts.get("seed")
+    seed = record.facts.get("seed", 0)
     return record.case, record.layer, record.path, record.stage, record.comparison, record.against, seed
+
+
+def seeded(records: Iterable[Record], cases: Mapping[str, Any]) -> list[Record]:
+    """Records of a run with the seed that it added to their case as a fact, so that runs of other seeds stay apart."""
+    seeds = {name: seed for name, case in cases.items() if (seed := case.get("base_seed", 0))}
+    if not seeds:
+        return list(records)
+    return [replace(one, facts={"seed": seeds[one.case], **one.facts}) if one.case in seeds else one for one in records]
 
 
 def unique(records: Iterable[Record]) -> list[Record]:

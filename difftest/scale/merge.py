@@ -10,7 +10,7 @@ from typing import Any
 from ..record import Record
 from ..run_dir import RunDir
 from ..verdict import Verdict, judge, load_policy
-from .accounts import key, unique
+from .accounts import key, seeded, unique
 from .shards import Shard
 
 SAME_EVERYWHERE = ("paths", "layers", "device")
@@ -43,7 +43,7 @@ def merge(folders: Sequence[Path], out: Path, policy: str = "default") -> Merged
     """
     runs = [RunDir.open(folder) for folder in folders]
     problems = [*_shard_problems(runs), *_state_problems(runs), *_mixed(runs)]
-    parts = [run.records() for run in runs]
+    parts = [seeded(run.records(), run.manifest.get("cases") or {}) for run in runs]
     problems += _doubled(folders, parts)
     records = unique(record for part in parts for record in part)
     chosen = load_policy(policy)

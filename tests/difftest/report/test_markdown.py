@@ -1,6 +1,8 @@
 from difftest.report.evidence import load
 from difftest.report.markdown import markdown
 
+from .conftest import CASES
+
 
 def test_green_is_ten_lines_or_fewer(run_dir):
     text = markdown(load([run_dir()], "default"))
@@ -39,6 +41,17 @@ def test_an_interrupted_or_incomplete_run_is_not_green(run_dir):
     text = markdown(evidence)
     assert text.startswith("### ⚠️ difftest: cannot judge")
     assert "- run is interrupted" in text and "- 3 planned stages of run were never run" in text
+
+
+def test_runs_of_several_seeds_all_count(run_dir):
+    from difftest.run_dir import RunDir
+
+    first, second = run_dir("a"), run_dir("b", bug=True)
+    cases = {name: {**case, "base_seed": 7} for name, case in CASES.items()}
+    RunDir.open(second).write_manifest(cases=cases)
+    both = load([first, second], "default")
+    assert len(both.records) == 2 * len(load([first], "default").records)
+    assert both.exit_code == 1 and both.first.stage == "index_k"
 
 
 def test_several_directories_count_each_record_once(run_dir):
