@@ -54,9 +54,9 @@ def records(bug=False):
                 made += [isolated(case, layer, path, stage) for stage in STAGES]
                 made.append(picks(case, layer, path))
     if bug:
-        made[9 * 5 + 1] = isolated("gaussian-2117", 2, "bf16-k", "index_k", excess=1234.0)
+        made[9 * 6 + 1] = isolated("gaussian-2117", 2, "bf16-k", "index_k", excess=1234.0)
         hostile = Finding("range", "entry 9 of <script>alert(1)</script> is past </script> visible 8", {"row": 3})
-        made[9 * 6 + 5] = isolated("needle-5294", 14, "bf16-k", "topk", findings=[hostile])
+        made[9 * 5 + 5] = isolated("needle-5294", 14, "bf16-k", "topk", findings=[hostile])
     return made
 
 
