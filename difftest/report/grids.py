@@ -9,7 +9,7 @@ from ..stages import STAGES
 from ..text import place
 from ..verdict import failing
 from .evidence import Evidence
-from .properties import nearest_to_bound
+from .properties import nearest_to_bound, share
 
 SHADES = (0.01, 0.1, 0.3, 0.6, 1.0)
 """Shares of a bound at which the shade of a cell grows darker."""
@@ -88,8 +88,7 @@ def share_of_bound(record: Record) -> float:
     if record.findings:
         return math.inf
     metric = nearest_to_bound(record)
-    value = record.metrics[metric] / record.bounds[metric] if metric else 0.0
-    return 0.0 if math.isnan(value) else value
+    return share(record, metric) if metric else 0.0
 
 
 def details(heatmap: Heatmap) -> dict[str, list[list[str]]]:

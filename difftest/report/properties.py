@@ -1,5 +1,6 @@
 """Metrics and bounds of a stage as the properties that a JUnit test case carries."""
 
+import math
 from collections.abc import Iterable, Iterator
 
 from ..record import Record
@@ -26,6 +27,12 @@ def properties(records: Iterable[Record]) -> Iterator[tuple[str, str]]:
 
 
 def nearest_to_bound(record: Record) -> str:
-    """The bounded metric that uses the largest share of its bound; an empty string if none has a bound."""
+    """The bounded metric that uses the largest share of its bound, NaN before any; empty if none has a bound."""
     bounded = [name for name in record.metrics if record.bounds.get(name)]
-    return max(bounded, key=lambda name: record.metrics[name] / record.bounds[name], default="")
+    return max(bounded, key=lambda name: share(record, name), default="")
+
+
+def share(record: Record, metric: str) -> float:
+    """Value over bound of a metric; infinite for NaN, which no bound covers."""
+    value = record.metrics[metric] / record.bounds[metric]
+    return math.inf if math.isnan(value) else value

@@ -41,7 +41,7 @@ def test_a_recording_is_returned_stage_by_stage_with_its_facts(csa: LayerInputs,
 def test_it_declares_what_the_recorded_path_declares(folder: Path) -> None:
     assert recorded(folder).declares == SglangFp8Model.declares
     live = get_path(f"sglang-fp8@recorded:folder={folder}")
-    assert live.name .startswith("sglang-fp8@recorded:folder=")
+    assert live.name.startswith("sglang-fp8@recorded:folder=")
     assert (live.declares.pool, live.declares.score) == ("fp32_fast", "fp8_wgmma")
     with pytest.raises(ValueError, match="not registered"):
         _ = Recorded(folder, of="nothing").declares

@@ -88,6 +88,13 @@ def test_state_is_never_colour_alone(run_dir):
     assert all("bound" in words for _, _, words, _ in buttons)
 
 
+def test_nan_is_outside_every_bound(run_dir):
+    made = [isolated("gaussian-2117", 2, "bf16-k", stage) for stage in STAGES]
+    made[3] = isolated("gaussian-2117", 2, "bf16-k", "head_weight", excess=float("nan"))
+    text = html(load([run_dir(found=made)], "default"))
+    assert "layer 2 head_weight: outside its bound ∞" in text
+
+
 def test_old_records_without_what_is_drawn_still_make_a_page(run_dir):
     plain = [isolated("gaussian-2117", 2, "bf16-k", stage) for stage in STAGES]
     old = Record(

@@ -68,6 +68,17 @@ def test_a_session_that_judges_nothing_is_not_green(suite):
     assert result.ret == 125
 
 
+def test_a_profile_chooses_the_cases(suite):
+    result = suite("--difftest-profile", "smoke", "--collect-only", "-q")
+    assert {line.split("[")[1].rsplit("-", 2)[0] for line in result.outlines if "test_stage[" in line} == {
+        "tiny-9-layer0",
+        "tiny-9-layer1",
+        "tiny-300-layer3",
+    }
+    none = suite("--difftest-profile", "gpu", "--collect-only", "-q")
+    assert not [line for line in none.outlines if "test_stage[tiny" in line]
+
+
 class StopAfter:
     """Ends the session after the test whose id ends so."""
 
