@@ -59,8 +59,9 @@ class Evidence:
     def exit_code(self) -> int:
         """0 agrees, 1 something disagrees or got worse, 125 nothing was judged or something is missing."""
         codes = {verdict.exit_code for verdict in self.verdicts}
-        worse = bool(self.baseline and self.baseline.get("exit_code") == 1)
-        if 1 in codes or worse:
+        if self.baseline:
+            codes.add(self.baseline["exit_code"])
+        if 1 in codes:
             return 1
         return 125 if 125 in codes or self.problems or not self.verdicts else 0
 
@@ -71,10 +72,12 @@ class Evidence:
 
 
 def load(folders: Sequence[Path], policy: str) -> Evidence:
-    """Reads result directories. ValueError names one that holds no result, or a file and what is wrong with it."""
+    """Reads result directories, or directories of runs. ValueError names one without a result, or a file's fault."""
     evidence = Evidence(load_policy(policy))
     for folder in folders:
         found = [read(evidence, folder) for read in READERS]
+        if not any(found):
+            found = [_read_run(evidence, file.parent) for file in sorted(folder.rglob(MANIFEST))]
         if not any(found):
             raise ValueError(f"{folder} holds no result: give the --out of difftest run, recall, bench or baseline")
         evidence.folders.append(folder)
@@ -142,7 +145,7 @@ def _read_json(evidence: Evidence, folder: Path) -> bool:
             continue
         if isinstance(raw, dict) and "ceilings" in raw and "rows" in raw:
             evidence.bench, found = raw, True
-        elif isinstance(raw, dict) and {"sentence", "comparison"} <= set(raw):
+        elif isinstance(raw, dict) and {"sentence", "comparison", "exit_code"} <= set(raw):
             evidence.baseline, found = raw, True
     return found
 

@@ -49,8 +49,10 @@ def conclusion(evidence: Evidence) -> str:
     explained = [summary.path for summary in evidence.summaries if "explained" in summary.counts]
     formats = f"; the formats of {', '.join(explained)} cost more than the budget" if explained else ""
     if evidence.exit_code:
-        why = evidence.problems or [str(v) for v in evidence.verdicts if v.exit_code == 125] or ["nothing was compared"]
-        return f"{why[0]} ({compared})."
+        why = evidence.problems or [str(verdict) for verdict in evidence.verdicts if verdict.exit_code == 125]
+        if evidence.verdicts and not why and evidence.baseline:
+            why = [f"against the base branch: {evidence.baseline['sentence']}"]
+        return f"{why[0] if why else 'nothing was compared'} ({compared})."
     return f"No stage of any path is outside its bound{formats} ({compared})."
 
 

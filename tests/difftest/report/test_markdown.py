@@ -1,3 +1,5 @@
+import json
+
 from difftest.report.evidence import load
 from difftest.report.markdown import markdown
 
@@ -29,6 +31,15 @@ def test_the_base_branch_counts(run_dir, baseline):
     assert evidence.exit_code == 1
     assert "**Against the base branch**: worse than the base: recall" in text
     assert "| needle-5294 layer 2 bf16-k topk recall | 0.99 | 0.95 | -0.04 | 0.001 | worse |" in text
+
+
+def test_a_base_that_cannot_be_judged_is_not_green(run_dir, baseline):
+    file = baseline / "baseline-result.json"
+    raw = {**json.loads(file.read_text()), "exit_code": 125, "sentence": "cannot judge: 2 paired seeds", "rows": []}
+    file.write_text(json.dumps(raw))
+    evidence = load([run_dir(), baseline], "default")
+    assert evidence.exit_code == 125
+    assert "against the base branch: cannot judge: 2 paired seeds" in markdown(evidence)
 
 
 def test_an_interrupted_or_incomplete_run_is_not_green(run_dir):

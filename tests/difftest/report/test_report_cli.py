@@ -5,6 +5,9 @@ from typer.testing import CliRunner
 
 from difftest.cli import app
 from difftest.light import LIGHT
+from difftest.run_dir import RunDir
+
+from .conftest import isolated, picks
 
 runner = CliRunner()
 
@@ -32,6 +35,24 @@ def test_the_gate_is_the_verdict(run_dir, tmp_path):
     assert report(red, "--markdown").exit_code == 0
     assert report(red, "--markdown", "--gate").exit_code == 1
     assert report(red, "--junit", "--policy", "nosuch").exit_code == 2
+
+
+def test_runs_of_a_head_against_those_of_its_base(run_dir, tmp_path):
+    for seed in range(12):
+        for side, recall in (("base", 0.99), ("head", 0.90)):
+            made = [
+                isolated("gaussian-2117", 2, "bf16-k", "topk"),
+                picks("gaussian-2117", 2, "bf16-k", recall + seed / 1e4),
+            ]
+            folder = run_dir(f"{side}-{seed}", found=made)
+            cases = {"gaussian-2117": {"lengths": [2117], "base_seed": seed}}
+            RunDir.open(folder).write_manifest(cases=cases)
+            (tmp_path / side).mkdir(exist_ok=True)
+            folder.rename(tmp_path / side / f"seed-{seed}")
+    result = report(tmp_path / "head", "--markdown", "--base", tmp_path / "base", "--gate")
+    assert result.exit_code == 1
+    assert "**Against the base branch**: worse than the base: gaussian-2117 layer 2 bf16-k topk recall" in result.stdout
+    assert "| -0.09 |" in result.stdout
 
 
 def test_missing_plots_say_what_to_install(run_dir, monkeypatch):
