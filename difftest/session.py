@@ -130,8 +130,9 @@ def _check_layers(case: Case, layers: Sequence[int]) -> None:
         if case.config.kind(layer) not in kinds:
             fitting = [number for kind in kinds for number in case.config.layers(kind)]
             close = sorted(fitting, key=lambda known: abs(known - layer))[:3]
+            own = ", ".join(sorted(kinds))
             raise ValueError(
-                f"layer {layer} is {case.config.kind(layer)} and case {case.id} is for {', '.join(sorted(kinds))} layers; "
+                f"layer {layer} is {case.config.kind(layer)} and case {case.id} is for {own} layers; "
                 f"the nearest are {', '.join(map(str, sorted(close)))}"
             )
 

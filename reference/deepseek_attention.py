@@ -20,7 +20,7 @@ def latents(kv: Tensor, norm_weight: Tensor, eps: float, table: Tensor, fake_qua
 def attn_query(q: Tensor, eps: float, table: Tensor) -> Tensor:
     """Attention queries [R, A, C] bf16: square, mean, + eps, rsqrt, product and rotation each rounded to bf16.
 
-    The rsqrt is taken in fp32 and rounded once, as the GPU does. torch on a CPU does so for whole vectors only: the bf16
+    The rsqrt is taken in fp32 and rounded once, as the GPU does. torch on a CPU does so for whole vectors only: bf16
     elements after the last one go through a rounded square root and may end one bf16 step away.
     """
     mean = q.square().mean(-1, keepdim=True) + eps
