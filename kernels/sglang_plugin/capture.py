@@ -252,8 +252,8 @@ class _Kept:
         requests = whole_requests(batch)
         config = record.constants(backend.model_runner.model_config.hf_text_config, layer.n_local_heads)
         packed = _places(requests, rows, int(config[WINDOW]))
-        step = {name: packed.pop(name).to(device, non_blocking=True) for name in ("tokens", "rows", "window")}
-        return cls(requests, config, **step, host=packed)
+        tokens, kept, window = (packed.pop(name).to(device, non_blocking=True) for name in ("tokens", "rows", "window"))
+        return cls(requests, config, tokens, kept, window, host=packed)
 
 
 def _places(requests: list[tuple[int, int]], rows: int, reach: int) -> dict[str, Tensor]:
