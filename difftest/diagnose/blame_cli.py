@@ -6,6 +6,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, NoReturn
 
+import torch
 import typer
 from rich.console import Console
 
@@ -21,6 +22,9 @@ from .ddmin import Decided, decide
 from .switches import HELP, Trials, parse
 
 AGREES, DISAGREES, USAGE, CANNOT_JUDGE = 0, 1, 2, 125
+
+LONG_CASE = 8192
+"""Tokens from which on a case gains by several threads; in a shorter one they mostly wait for one another."""
 
 console, errors = Console(), Console(stderr=True)
 
@@ -55,9 +59,7 @@ def blame_command(
     try:
         named, captured = _case(case, seed)
         where = resolve_device(device.value)
-        available = get_path(path).availability()
-        if not available.ok and not trace:
-            _stop(CANNOT_JUDGE, f"path {path} cannot run here: {available.why}; {available.install}")
+        _check_path(path, saved=trace is not None)
         if switch and captured:
             raise ValueError("--switch needs a case that processes of their own can generate, not captured inputs")
         if switch:
@@ -95,11 +97,18 @@ def _print(found: LayerBlame) -> None:
 
 def _case(name: str, seed: int) -> tuple[Case, dict[int, LayerInputs]]:
     """A case, and its inputs by layer where they are captured ones."""
-    if name.startswith(SPEC):
-        parts = load_capture(name.removeprefix(SPEC))
-        return parts[0][0], {inputs.layer: inputs for _, inputs in parts}
-    case = find_case(name)
-    return replace(case, base_seed=case.base_seed + seed), {}
+    captured = load_capture(name.removeprefix(SPEC)) if name.startswith(SPEC) else []
+    case = captured[0][0] if captured else find_case(name)
+    if sum(case.lengths) < LONG_CASE:
+        torch.set_num_threads(1)
+    return replace(case, base_seed=case.base_seed + seed), {inputs.layer: inputs for _, inputs in captured}
+
+
+def _check_path(spec: str, saved: bool) -> None:
+    """Exits where the path cannot run here and no traces of it are given."""
+    available = get_path(spec).availability()
+    if not available.ok and not saved:
+        _stop(CANNOT_JUDGE, f"path {spec} cannot run here: {available.why}; {available.install}")
 
 
 def _switches(
