@@ -37,11 +37,12 @@ class Result:
 
 @dataclass
 class Progress:
-    """How far a run is; handed to `on_progress` before every path."""
+    """How far a run is; handed to `on_progress` when a layer of a case starts and after every path of it."""
 
     done: int
     total: int
     label: str
+    starts_layer: bool = False
 
 
 def inputs_fault(inputs: LayerInputs) -> str:
@@ -163,7 +164,7 @@ def run(plan: Plan, out: RunDir, on_progress: Callable[[Progress], None] = lambd
     for case, layer, todo in work:
         if not todo:
             continue
-        on_progress(Progress(done, total, f"{case.id} layer {layer}: inputs and oracle"))
+        on_progress(Progress(done, total, f"{case.id} layer {layer}: inputs and oracle", True))
         for result in run_layer(case, layer, todo, plan.device, plan.captured.get((case.id, layer))):
             done += 1
             on_progress(Progress(done, total, f"{case.id} layer {layer}: {result.trace.path}"))

@@ -1,6 +1,9 @@
 """From a user's request to a judged outcome: what `difftest run`, `difftest judge` and the pytest plugin share."""
 
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -148,11 +151,9 @@ def run(made: runner.Plan, policy: Policy, folder: Path, console: Console) -> Ou
         device=made.device,
     )
     status = "complete"
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("starting", total=None)
+    with _progress(console) as on_progress:
         try:
-            runner.run(made, out, lambda p: bar.update(task, total=p.total, completed=p.done, description=p.label))
+            runner.run(made, out, on_progress)
         except KeyboardInterrupt:
             status = "interrupted"
     records = out.records()
@@ -164,6 +165,28 @@ def run(made: runner.Plan, policy: Policy, folder: Path, console: Console) -> Ou
         verdicts=[verdict.to_json() for verdict in verdicts],
     )
     return Outcome(records, verdicts, made.skipped_paths, folder, status, made.paths)
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Callable[[runner.Progress], None]]:
+    """A bar on a terminal; elsewhere a line on stderr for each case and layer, so that a log shows how far a run is."""
+    if not console.is_terminal:
+        started = time.monotonic()
+        yield (
+            lambda p: (
+                p.starts_layer
+                and print(
+                    f"[{time.monotonic() - started:5.0f} s] {p.done} of {p.total}: {p.label}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            )
+        )
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+        yield lambda p: bar.update(task, total=p.total, completed=p.done, description=p.label)
 
 
 def judge_directory(directory: Path, policy: str) -> Outcome:

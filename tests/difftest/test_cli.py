@@ -67,6 +67,11 @@ def test_a_bug_comes_first_and_exits_1(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(Path("run/traces").glob("*bf16-k.safetensors"))
 
 
+def test_a_log_shows_how_far_a_run_is() -> None:
+    answer = run("--path", "bf16-k")
+    assert "0 of 2: small layer 2" in answer.stderr and "small layer 2" not in answer.stdout
+
+
 def test_judge_needs_no_second_run(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     first = run("--path", "bf16-k", "--json")
