@@ -172,16 +172,13 @@ def _progress(console: Console) -> Iterator[Callable[[runner.Progress], None]]:
     """A bar on a terminal; elsewhere a line on stderr for each case and layer, so that a log shows how far a run is."""
     if not console.is_terminal:
         started = time.monotonic()
-        yield (
-            lambda p: (
-                p.starts_layer
-                and print(
-                    f"[{time.monotonic() - started:5.0f} s] {p.done} of {p.total}: {p.label}",
-                    file=sys.stderr,
-                    flush=True,
-                )
-            )
-        )
+
+        def tell(p: runner.Progress) -> None:
+            if p.starts_layer:
+                seconds = time.monotonic() - started
+                print(f"[{seconds:5.0f} s] {p.done} of {p.total}: {p.label}", file=sys.stderr, flush=True)
+
+        yield tell
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:

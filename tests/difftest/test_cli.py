@@ -60,7 +60,7 @@ def test_a_bug_comes_first_and_exits_1(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     answer = run("--path", "bf16-k")
     assert answer.exit_code == 1
-    first = answer.output.splitlines()[0]
+    first = answer.stdout.splitlines()[0]
     assert first.startswith("first divergence: small layer 2 bf16-k: bug at index_q: row ")
     assert "got" in first and "exact" in first and "the smallest that passes is" in first
     assert "FAIL" in answer.output and answer.output.splitlines()[-1].startswith("DISAGREES: bf16-k")
