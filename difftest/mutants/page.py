@@ -27,6 +27,10 @@ Faults of what a kernel is called with (tables, lengths, slots, weights) are pla
     difftest run --path mutant:of=bf16-k,name=l8-step-visibility --case gaussian-2117
     difftest mutants matrix --check                         all of them against the kept rows
 
+The other half is that nothing else fails. `make soak` runs 1,000 clean seeds, each another small case (families, modes,
+lengths, layer kinds), through the eight CPU paths: of 8,000 judged layers none got the verdict `bug`. On two cores it
+takes about 14 minutes (40 seeds in 32 s).
+
 """
 
 COLUMNS = """## Every mutant
