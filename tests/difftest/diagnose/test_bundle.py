@@ -70,7 +70,7 @@ def test_a_bundle_holds_what_its_docstring_lists(made):
     ]
     facts = json.loads((folder / "bundle.json").read_text())
     assert Case.from_json(json.dumps(facts["recipe"])) == CASE
-    assert facts["environment"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(facts["environment"]["torch"])
     assert facts["sizes"]["entries"] == [99, 2]
     assert facts["signature"] == {"stage": "topk", "comparison": "isolated", "rule": "order", "sign": ""}
 
