@@ -173,7 +173,7 @@ def _launch(
         HEADS=query.shape[1],
         HEAD_BLOCK=max(SMALLEST_DOT, 1 << (query.shape[1] - 1).bit_length()),
         GROUP=tile.group,
-        NEXT_N=next_n,
+        NEXT_N=next_n if paged and request is None else 1,  # read only where rows find their request by number
         KEYS=step,
         GROUP_BLOCK=max(SMALLEST_DOT, 1 << (groups - 1).bit_length()) if persistent else 1,
         PERSISTENT=persistent,

@@ -9,7 +9,7 @@ import torch
 from difftest.kernels.layout import PAGE_BYTES, PAGE_ENTRIES, POISON_BYTE, empty_cache, write_slots
 from difftest.kernels.naive import gathered_scores
 from difftest.kernels.score import contiguous_scores, paged_scores
-from difftest.kernels.tile import Tile
+from difftest.kernels.tile import PREFILL, Tile
 from difftest.reference.indexer import score as exact_score
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -300,3 +300,29 @@ def test_refused_tiles_and_runs() -> None:
         contiguous_scores(s.query, s.weight, s.keys[0], s.lengths, width=4)
     with pytest.raises(ValueError, match="keys is"):
         contiguous_scores(s.query, s.weight, s.keys[0].float(), s.lengths)
+
+
+def test_prefills_of_any_length_run_one_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Constants that a launch compiles into the kernel do not follow the number of rows."""
+    seen: list[dict[str, object]] = []
+
+    class Launches:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *arguments, **constants: seen.append(constants)
+
+    monkeypatch.setattr("difftest.kernels.score.scores_kernel", Launches())
+    for rows in (3, 8, 40):
+        made = scene("cpu", [5] * rows, [0] * rows, [9])
+        paged_scores(
+            made.query,
+            made.weight,
+            made.cache,
+            made.table,
+            made.lengths,
+            made.request,
+            width=9,
+            next_n=rows,
+            tile=PREFILL,
+        )
+        contiguous_scores(made.query, made.weight, made.keys[0], made.lengths, width=9, tile=PREFILL)
+    assert [len({str(constants) for constants in seen[start::2]}) for start in (0, 1)] == [1, 1]
