@@ -6,10 +6,8 @@ from typing import Any
 import torch
 
 from ._live_compressor import SYSTEM_PAGE
-from .flashmla_layout import NOPE_DIMS, ROPE_DIMS
-
-INDEX_DIM = 128
-LATENT_DIM = NOPE_DIMS + ROPE_DIMS
+from ._live_sglang import INDEX_DIM, LATENT_DIM
+from .flashmla_layout import ROPE_DIMS
 
 
 @lru_cache(maxsize=1)

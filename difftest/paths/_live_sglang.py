@@ -4,6 +4,7 @@ SGLang and its kernel packages are imported inside functions only, so that this 
 """
 
 import json
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
@@ -11,7 +12,9 @@ import torch
 from torch import Tensor
 
 from ..reference.config import LayerKind, ModelConfig
-from .base import Availability, Declaration, Rounding
+from ..stages import StageName
+from .base import Availability, CannotFeed, Declaration, Rounding
+from .flashmla_layout import NOPE_DIMS, ROPE_DIMS
 
 INSTALL = 'pip install "difftest[sglang]"'
 MODULES = ("sglang", "tvm_ffi", "deep_gemm", "flash_mla", "sgl_kernel")
@@ -39,6 +42,29 @@ SGLANG_LIVE = Declaration(
 attention query), DeepGEMM's `fp8_paged_mqa_logits`, FlashMLA's sparse decode (bf16 probabilities and output)."""
 
 
+INDEX_DIM = 128
+LATENT_DIM = NOPE_DIMS + ROPE_DIMS
+"""Dims of index keys and of latents, for which SGLang's operators are written."""
+LATENT_STAGES = ("kv", "attention")
+ANY_DIMS = ("topk",)
+"""Stages that read no dims."""
+
+
+def check_dims(config: ModelConfig, stage: StageName) -> None:
+    """CannotFeed where a stage of `config` has dims that SGLang's operators are not written for.
+
+    They are templates: without this, each such layer would wait seconds for nvcc to reject it.
+    """
+    if stage in ANY_DIMS:
+        return
+    latent = stage in LATENT_STAGES
+    name, dims, known = (
+        ("head_dim", config.head_dim, LATENT_DIM) if latent else ("index_head_dim", config.index_head_dim, INDEX_DIM)
+    )
+    if dims != known:
+        raise CannotFeed(f"{name} is {dims}, and SGLang's operators are written for {known}; choose another path")
+
+
 def live_availability() -> Availability:
     """Whether SGLang's kernels can run here. Never raises: a package that fails to import counts as missing."""
     try:
@@ -56,6 +82,7 @@ def live_availability() -> Availability:
     return Availability(True)
 
 
+@lru_cache(maxsize=1)
 def versions() -> str:
     """Versions of everything that shapes the numbers, and the GPU, as JSON."""
     found = {"gpu": torch.cuda.get_device_name()}

@@ -13,7 +13,7 @@ from . import _live_attention, _live_scores, _live_topk
 from ._live_build import build_operators
 from ._live_compressor import LiveCompressor
 from ._live_feed import decode_e4m3, folded_weight, fp8_rows
-from ._live_sglang import SGLANG_LIVE, RopeTables, live_availability, versions
+from ._live_sglang import SGLANG_LIVE, RopeTables, check_dims, live_availability, versions
 from .base import Availability, Path
 
 ScoreRoute = Literal["auto", "paged", "nonpaged"]
@@ -59,6 +59,7 @@ class SglangFp8(Path):
 
     def stage(self, stage: StageName, inputs: LayerInputs, trace: Trace) -> StageTensors:
         """As `Path.stage`, with the versions that made the tensors among the trace's facts."""
+        check_dims(inputs.config, stage)
         build_operators()
         trace.facts.setdefault("versions", versions())
         return super().stage(stage, inputs, trace)

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from ..reference.inputs import LayerInputs
-from ..stages import STAGES, StageName
+from ..stages import STAGES, StageName, stages_of
 from ..trace import StageTensors, Trace
 from ._layer_keys import Fp8Keys, Keys
 from ._live_build import build_operators
-from ._live_sglang import versions
+from ._live_sglang import check_dims, versions
 from ._live_topk import TopK
 from .base import CannotFeed
 from .sglang_fp8 import SglangFp8, check_option, variant_name
@@ -44,6 +44,8 @@ class SglangFp8Layer(SglangFp8):
 
     def stage(self, stage: StageName, inputs: LayerInputs, trace: Trace) -> StageTensors:
         """The stage's tensors from the run over `inputs`, which is made when the first stage is asked for."""
+        for needed in stages_of(inputs.kind):
+            check_dims(inputs.config, needed)
         build_operators()
         stages, routes = self._run_once(inputs)
         for upstream in STAGES[stage].reads:

@@ -14,11 +14,12 @@ from difftest.reference.inputs import LayerInputs, Span
 from difftest.paths._live_attention import compressed_cache, left_packed, packed_entries, window_cache
 from difftest.paths._live_compressor import LiveCompressor, calls_of, is_decode
 from difftest.paths._live_feed import decode_e4m3, folded_weight, fp8_rows, latent_parts
-from difftest.paths._live_sglang import live_availability
+from difftest.paths._live_sglang import check_dims, live_availability
 from difftest.paths._live_topk import v2_branch
 from difftest.paths._recorded_format import compact, expand
 from difftest.paths.base import CannotFeed, get_path
 from difftest.paths.flashmla_layout import dequantise
+from difftest.stages import StageName
 from difftest.trace import Trace
 
 
@@ -211,3 +212,18 @@ def test_recorded_cases_are_small_and_at_their_edges() -> None:
     for case in RECORDED_CASES:
         inputs: LayerInputs = generate(replace(case, rows=case.rows), case.layers[-1])
         assert len(inputs.row_position) <= 6 and len(case.layers) <= 2 and case.shuffled_pages
+
+
+@pytest.mark.parametrize(
+    ("stage", "name"), [("compressed", "index_head_dim"), ("score", "index_head_dim"), ("kv", "head_dim")]
+)
+def test_dims_that_the_operators_are_not_written_for_are_refused_before_anything_is_built(
+    stage: StageName, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = generate(Case("dims", "gaussian", (517,), rows=2), 2)
+    fewer = replace(inputs, config=replace(inputs.config, **{name: 64}))
+    monkeypatch.setattr("difftest.paths.sglang_fp8.build_operators", lambda: pytest.fail("built"))
+    with pytest.raises(CannotFeed, match=f"{name} is 64.*written for"):
+        get_path("sglang-fp8").stage(stage, fewer, Trace("dims", 2, "sglang-fp8"))
+    check_dims(fewer.config, "topk")
+    check_dims(inputs.config, stage)
