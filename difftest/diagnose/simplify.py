@@ -86,12 +86,17 @@ class Simpler:
 
 
 def whole_tensors(inputs: LayerInputs, name: str) -> Iterator[Simpler]:
-    """The layer with all values of one tensor simplified, simplest first, as far as that changes anything."""
+    """The layer with all values of one tensor simplified, simplest first, as far as that changes anything.
+
+    No value at its constant is lost: a first row repeated over zeros would only be zeroed again, without end.
+    """
     tensor = input_tensors(inputs)[name]
+    constant = _constant(name, tensor)
+    most = int((tensor != constant).sum())
     for rule in RULES:
         simple = rule.apply(name, tensor).to(tensor.dtype)
         changed = int((simple != tensor).sum())
-        if changed:
+        if changed and int((simple != constant).sum()) <= most:
             yield Simpler(with_tensor(inputs, name, simple), name, rule.words, changed)
 
 

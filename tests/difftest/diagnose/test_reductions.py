@@ -203,3 +203,11 @@ def test_simpler_values():
     part = zeroed(inputs, "index_weight", 1, [0, 2])
     assert part.changed == 2 * len(inputs.row_position)
     assert with_tensor(inputs, "index.ape", torch.zeros_like(inputs.index.ape)).index.ape.eq(0).all()
+
+
+def test_no_rule_undoes_zeros():
+    inputs = layer("prefill")
+    query = torch.zeros_like(inputs.index_query)
+    query[0] = 1
+    simpler = list(whole_tensors(with_tensor(inputs, "index_query", query), "index_query"))
+    assert [step.words for step in simpler] == ["constant"]
