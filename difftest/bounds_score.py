@@ -21,8 +21,9 @@ deepseek-v4-facts, difference 22), so addends are truncated to multiples of 2^-1
 WGMMA_K = 32
 """Products one fp8 tensor-core instruction adds at a time, with its accumulator: 33 addends."""
 
-CHUNK_BYTES = 2**20
-"""Bytes of the per-head products held at a time, in fp64: small enough to stay in a core's cache."""
+CHUNK_BYTES = {"cpu": 2**20, "cuda": 2**28}
+"""Bytes of the per-head products held at a time, in fp64: on a CPU few enough to stay in a core's cache, on a GPU so
+many that starting kernels costs no time of its own."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,9 @@ def _chunked(q: Tensor, k: Tensor, w: Tensor, one: Chunk) -> ScoreBall:
     shape = (q.shape[0], k.shape[0])
     out = ScoreBall(*(torch.zeros(shape, dtype=torch.float64, device=q.device) for _ in range(5)))
     queries, weights = q.double(), w.double()
-    columns = max(64, CHUNK_BYTES // (8 * max(1, q.shape[0] * q.shape[1])))
-    rows = max(1, CHUNK_BYTES // (8 * q.shape[1] * columns))
+    chunk = CHUNK_BYTES[q.device.type]
+    columns = max(64, chunk // (8 * max(1, q.shape[0] * q.shape[1])))
+    rows = max(1, chunk // (8 * q.shape[1] * columns))
     for right in slices(k.shape[0], 1, columns):
         keys = k[right].double()
         for left in slices(q.shape[0], 1, rows):

@@ -24,6 +24,8 @@ from .trace import Trace
 AGAINST = "exact stage"
 PIECE = 1024
 """Entries of index_k judged at a time."""
+QUERY_ROWS = {"cpu": 8, "cuda": 256}
+"""Rows of index_q judged at a time: on a CPU few enough for a core's cache."""
 
 
 def check_isolated(stage: StageName, inputs: LayerInputs, trace: Trace, declares: Declaration) -> Record:
@@ -133,7 +135,8 @@ def _index_k(inputs: LayerInputs, trace: Trace, declares: Declaration) -> Measur
 
 def _index_q(inputs: LayerInputs, trace: Trace, declares: Declaration) -> Measured:
     rows = len(inputs.row_position)
-    parts = [slice(start, min(start + 8, rows)) for start in range(0, rows, 8)]
+    step = QUERY_ROWS[trace.value("index_q").device.type]
+    parts = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
     pieces = ((part, bounds.index_query(inputs, part, declares)) for part in parts)
     return check_stored("index_q", declares.query.stored, trace["index_q"], named("row", "head", "dim"), pieces)
 

@@ -56,9 +56,15 @@ class Layer:
 
 
 def constants(model: Any, heads: int) -> dict[str, Any]:
-    """The model's constants from its Hugging Face config; `heads` attention heads are on this rank."""
-    scaling = dict(getattr(model, "rope_scaling", None) or {})
-    found: dict[str, Any] = {name: getattr(model, name) for name in CONSTANTS}
+    """The model's constants from its Hugging Face config; `heads` attention heads are on this rank.
+
+    From transformers 5 on, the rotary constants, `rope_theta` among them, are in `rope_parameters`.
+    """
+    parameters = dict(getattr(model, "rope_parameters", None) or {})
+    scaling = parameters | dict(getattr(model, "rope_scaling", None) or {})
+    found: dict[str, Any] = {
+        name: getattr(model, name) if hasattr(model, name) else parameters[name] for name in CONSTANTS
+    }
     found |= {name: scaling[key] for name, key in ROPE.items()}
     return found | {"num_attention_heads": heads, "compress_ratios": list(model.compress_ratios)}
 

@@ -8,7 +8,10 @@ import sys
 from pathlib import Path
 
 import numpy as np
+from serve import PROMPTS
 
+LAYERS = 2
+"""Layers of the tiny model that have an indexer."""
 TOPK = 512
 
 
@@ -19,7 +22,8 @@ def main(folder: Path, off: str, on: str) -> None:
         one, two = said[off][key]["output"], said[on][key]["output"]
         line = f"{key:24} outputs equal {sum(a == b for a, b in zip(one, two, strict=True))}/{len(one)}"
         if key in picks[off].files:
-            overlap = shared(picks[off][key], picks[on][key])
+            rows = LAYERS * PROMPTS[key.split(",")[0]]
+            overlap = shared(*(picks[name][key].reshape(-1, TOPK)[:rows] for name in (off, on)))
             line += f"  picks shared: mean {overlap.mean():.4f}, worst {overlap.min():.4f}, over {len(overlap)} rows"
         print(line)
     for key in ("info", "prefill seconds", "decode step seconds"):
@@ -27,9 +31,11 @@ def main(folder: Path, off: str, on: str) -> None:
 
 
 def shared(one: np.ndarray, two: np.ndarray) -> np.ndarray:
-    """Share of each row's picks in `one` that `two` has too, for rows that had to choose."""
-    rows = zip(one.reshape(-1, TOPK), two.reshape(-1, TOPK), strict=True)
-    sets = [(set(a[a >= 0].tolist()), set(b[b >= 0].tolist())) for a, b in rows]
+    """Share of each row's picks in `one` [rows, k] that `two` has too, for rows that had to choose.
+
+    Rows of the prompt only: past the first answer that differs, the servers read different tokens.
+    """
+    sets = [(set(a[a >= 0].tolist()), set(b[b >= 0].tolist())) for a, b in zip(one, two, strict=True)]
     chosen = [(a, b) for a, b in sets if len(a) == TOPK and max(a) >= TOPK]
     return np.array([len(a & b) / TOPK for a, b in chosen] or [1.0])
 

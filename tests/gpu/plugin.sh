@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the SGLang plugin on a machine with a GPU and no package registry, from the repository root; writes to $OUT.
 # Needs in .psrv: site.tar.xz (SGLang's packages and what its engine imports), and wheels besides.
-# Takes built operators from jit.tar.xz in .psrv or .cache if there. Usage: tests/gpu/plugin.sh STEP...  (layer cost on off compare)
+# Takes built operators from jit.tar.xz in .psrv or .cache if there. Usage: tests/gpu/plugin.sh STEP...  (layer cost on off compare capture)
 set -u
 : "${OUT:=runs/gpu}"
 work=${WORK:-/tmp/difftest-plugin}
@@ -23,7 +23,7 @@ export PYTHONPATH="$work/site" PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
 export SGLANG_JIT_CACHE_DIR="$work/jit/sglang" TVM_FFI_CACHE_DIR="$work/jit/tvm-ffi" DG_JIT_CACHE_DIR="$work/jit/deep-gemm"
 export TRITON_CACHE_DIR="$work/jit/triton" DIFFTEST_KERNELS_CACHE="$work/jit/kernels"
 export SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK=1 SGLANG_OPT_USE_TILELANG_MHC_PRE=0 SGLANG_OPT_USE_TILELANG_MHC_POST=0
-export SGLANG_OPT_FUSE_MHC_POST_PRE=0 SGLANG_OPT_FP8_WO_A_GEMM=0 SGLANG_DSV4_FP4_EXPERTS=0 HF_HUB_OFFLINE=1 TORCHDYNAMO_DISABLE=1
+export SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=python SGLANG_OPT_FUSE_MHC_POST_PRE=0 SGLANG_OPT_FP8_WO_A_GEMM=0 SGLANG_DSV4_FP4_EXPERTS=0 HF_HUB_OFFLINE=1 TORCHDYNAMO_DISABLE=1
 
 # The registry imports every model module; the tiny model needs one.
 models=$(cd "$work/site/sglang/srt/models" && ls *.py | sed 's/\.py$//' | grep -v -x -e __init__ -e registry -e deepseek_v4 | paste -sd,)
@@ -44,6 +44,7 @@ one() {
     cost) step cost "${COST_S:-100}" 20 python3 "$work/site/plugin_cost.py" ;;
     off) SGLANG_DSV4_BF16_INDEX_K=0 step off "${SERVE_S:-150}" 25 python3 "$work/site/serve.py" "$work/serve" off ;;
     on) SGLANG_DSV4_BF16_INDEX_K=1 DIFFTEST_CAPTURE="$work/capture" step on "${SERVE_S:-150}" 25 python3 "$work/site/serve.py" "$work/serve" on ;;
+    capture) step capture 60 30 python3 -m difftest run --case "capture:$work/capture/rank-0" --device cuda --path oracle --path bf16-k --path sglang-fp8 --keep none --out "$work/captured" ;;
     compare) step compare 30 20 python3 "$work/site/compare_servers.py" "$work/serve" off on ;;
     *) echo "unknown step $1" ;;
   esac
@@ -54,5 +55,5 @@ for group in "$@"; do # steps joined by + run side by side
   wait
 done
 tar -C "$work/jit" -c . | xz -T0 -1 >"$OUT/jit.tar.xz"
-tar -C "$work" -c logs $(cd "$work" && ls -d serve/*.json serve/*.npz capture 2>/dev/null) | xz -T0 -1 >"$OUT/logs.tar.xz"
+tar -C "$work" -c logs $(cd "$work" && ls -d serve/*.json captured 2>/dev/null) | xz -T0 -1 >"$OUT/logs.tar.xz"
 ls -l "$OUT"

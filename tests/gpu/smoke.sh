@@ -52,6 +52,7 @@ for name in "$@"; do
     record) step record 60 20 python3 tests/gpu/record.py "$work/recorded" && tar -C "$work/recorded" -cf "$OUT/recorded.tar" . ;;
     kernels) step kernels 150 25 python3 -m pytest -q --tb=short --maxfail=30 -n 6 -p no:cacheprovider -m gpu tests/kernels ;;
     sanitize) step sanitize 75 60 tests/gpu/sanitize.sh python3 ;;
+    diagnose) step diagnose 200 90 tests/gpu/diagnose.sh "$work/diagnose" ;;
     robust) step robust 60 70 python3 -m difftest robust --path bf16-k --path bf16-k:store=cuda --path sglang-fp8 ;;
     memory) step memory 90 40 python3 -m difftest run --device cuda --case prefill-22597 --case decode-1048576 --path bf16-k --path bf16-k-naive --path sglang-fp8 --keep none --out "$work/memory" ;;
     wraps) step wraps 60 25 python3 -m pytest -q --tb=short --maxfail=10 -p no:cacheprovider -m gpu tests/kernels/test_hopper.py -k "wrap or bits or (contiguous and random)" || export DIFFTEST_KERNELS_HOPPER=0 ;;

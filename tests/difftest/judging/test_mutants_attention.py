@@ -2,11 +2,13 @@
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor
 
+from difftest.attention_check import judged_rows
 from difftest.isolated import check_isolated
 from difftest.policy import load_policy
 from difftest.trace import Trace
@@ -164,3 +166,12 @@ def test_invalid_selection_is_not_attentions_fault(bench):
     trace = Trace("small", 2, "model", {**clean.stages, "topk": {"value": wrong}})
     record = check_isolated("attention", bench.layer(), trace, bench.declarations["fp8"])
     assert record.skipped.startswith("upstream topk[4, 2] is 100000")
+
+
+def test_few_rows_are_all_judged_and_of_many_an_even_spread_with_the_last() -> None:
+    elements = 64 * 512
+    assert judged_rows(1024, 1024 * elements) == list(range(1024))
+    many = judged_rows(22597, 22597 * elements)
+    assert many[0] == 0 and many[-1] == 22596 and 512 <= len(many) <= 1025
+    assert max(b - a for a, b in pairwise(many)) <= 45
+    assert judged_rows(0, 0) == []

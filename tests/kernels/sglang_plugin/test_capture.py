@@ -214,6 +214,13 @@ def test_a_failed_capture_is_named_and_serving_goes_on(
     assert files(tmp_path) == []
 
 
+def test_rotary_constants_are_read_from_either_place_where_transformers_keeps_them() -> None:
+    older = vars(MODEL)
+    newer = {name: value for name, value in older.items() if name not in ("rope_theta", "rope_scaling")}
+    newer["rope_parameters"] = {"rope_theta": 20000.0, **MODEL.rope_scaling}
+    assert record.constants(SimpleNamespace(**newer), HEADS) == record.constants(MODEL, HEADS) | {"rope_theta": 20000.0}
+
+
 def test_every_rank_has_its_own_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
