@@ -1,7 +1,9 @@
 """What a path is, and how one is found by name."""
 
+import sys
 from dataclasses import dataclass
-from importlib.metadata import entry_points
+from functools import lru_cache
+from importlib.metadata import EntryPoint, entry_points
 from typing import ClassVar, Literal
 
 from ..reference.inputs import LayerInputs
@@ -111,11 +113,22 @@ class Path:
 
 def path_classes() -> dict[str, type[Path]]:
     """Registered path classes by name, from the entry points of group `difftest.paths`; loads every module."""
-    return {point.name: point.load() for point in entry_points(group="difftest.paths")}
+    return {name: point.load() for name, point in path_points().items()}
 
 
 def path_names() -> list[str]:
-    return sorted(entry_points(group="difftest.paths").names)
+    return sorted(path_points())
+
+
+def path_points() -> dict[str, EntryPoint]:
+    """Entry points of group `difftest.paths` by name."""
+    return _points(tuple(sys.path))
+
+
+@lru_cache(maxsize=4)
+def _points(_places: tuple[str, ...]) -> dict[str, EntryPoint]:
+    """Looked up once for a search path: reading every installed package's metadata takes up to tens of milliseconds."""
+    return {point.name: point for point in entry_points(group="difftest.paths")}
 
 
 def get_path(spec: str) -> Path:
@@ -124,7 +137,7 @@ def get_path(spec: str) -> Path:
     Raises ValueError with the nearest names for an unknown name, and with the options it has for an unknown option.
     """
     name, _, tail = spec.partition(":")
-    points = {point.name: point for point in entry_points(group="difftest.paths")}
+    points = path_points()
     if name not in points:
         raise ValueError(nearest(name, list(points), "path"))
     options = dict(part.split("=", 1) for part in tail.split(",")) if tail else {}

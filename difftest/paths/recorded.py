@@ -3,7 +3,6 @@
 import hashlib
 from dataclasses import fields
 from functools import cached_property, lru_cache
-from importlib.metadata import entry_points
 from pathlib import Path as File
 
 import torch
@@ -14,7 +13,7 @@ from ..reference.inputs import CompressorInputs, LayerInputs
 from ..stages import STAGES, StageName
 from ..trace import StageTensors, Trace
 from ._recorded_format import expand
-from .base import Availability, CannotFeed, Declaration, Path
+from .base import Availability, CannotFeed, Declaration, Path, path_points
 
 SHIPPED = File(cases.__file__).parent / "recorded"
 INPUTS_FACT = "inputs_sha256"
@@ -119,7 +118,10 @@ def _load(file: File, modified: int) -> Trace:
 
 def _declaration(name: str) -> Declaration:
     """What the recorded path declares, from its registered class (which need not be able to run here)."""
-    for point in entry_points(group="difftest.paths", name=name):
-        declares: Declaration = point.load().declares
-        return declares
-    raise ValueError(f"path {name!r} is not registered, so its recordings cannot be judged: install what provides it")
+    points = path_points()
+    if name not in points:
+        raise ValueError(
+            f"path {name!r} is not registered, so its recordings cannot be judged: install what provides it"
+        )
+    declares: Declaration = points[name].load().declares
+    return declares
