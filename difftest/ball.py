@@ -6,6 +6,7 @@ declared arithmetic may add. All bounds are first order in the unit roundoff and
 
 import math
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -40,12 +41,15 @@ EVENTS = 2**30
 """Elements over which FAILURE is shared: 1,024 rows of a million entries."""
 
 
+Number = TypeVar("Number", float, Tensor)
+
+
 def unit(arithmetic: Arithmetic) -> float:
     """Unit roundoff of sums and products: 2^-53 for `fp64`, 2^-24 for all others, whose scalars live in fp32."""
     return UNIT_FP64 if arithmetic == "fp64" else UNIT_FP32
 
 
-def gamma(count: float, roundoff: float) -> float:
+def gamma(count: Number, roundoff: float) -> Number:
     """Relative bound of `count` successive roundings (Higham, Accuracy and Stability, lemma 3.1): n u / (1 - n u)."""
     return count * roundoff / (1 - count * roundoff)
 
@@ -198,10 +202,11 @@ def distance_to(format_name: str, exact: Tensor, got: Tensor) -> Tensor:
 
     exact, got fp64 of one shape. Only elements that differ from the rounded exact value are examined.
     """
-    distance = torch.zeros_like(exact)
     off = nearest(format_name, exact) != got
-    if bool(off.any()):
-        low, high = FORMATS[format_name].preimage(got[off])
-        mid = exact[off]
-        distance[off] = torch.maximum(low - mid, mid - high).clamp(min=0.0).nan_to_num(nan=torch.inf, posinf=torch.inf)
-    return distance
+    return torch.zeros_like(exact).masked_scatter_(off, distance_off(format_name, exact[off], got[off]))
+
+
+def distance_off(format_name: str, exact: Tensor, got: Tensor) -> Tensor:
+    """`distance_to` of elements that are known to differ from the rounded exact value."""
+    low, high = FORMATS[format_name].preimage(got)
+    return torch.maximum(low - exact, exact - high).clamp_(min=0.0).nan_to_num_(nan=torch.inf, posinf=torch.inf)

@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .ball import Ball, distance_to, nearest
+from .ball import Ball, distance_off, nearest
 from .record import Worst
-from .reference.formats import FORMATS, exponent
+from .reference.formats import FORMATS, exponent, power_of_two
 
 FP64_SLACK = 2.0**-40
 
@@ -34,7 +34,8 @@ def ordinal(format_name: str, x: Tensor) -> Tensor:
     format_ = FORMATS[format_name]
     size = x.abs().clamp(max=format_.max)
     binade = exponent(size).clamp(min=format_.min_exponent)
-    count = (binade - format_.min_exponent << format_.fraction) + (size / format_.step(size)).long()
+    steps = (size / power_of_two(binade - format_.fraction)).long()
+    count = (binade - format_.min_exponent << format_.fraction) + steps
     return torch.where(x < 0, -count, count)
 
 
@@ -62,6 +63,8 @@ class Tally:
     code_distance     most codes (ULP) between a value and the rounded exact value; `code_allowed`: most that the
                       bounds let pass.
     unjudged          elements whose bound is infinite.
+
+    A GPU is waited for at every number read from it: a piece is reduced there and read in a few lists.
     """
 
     format: str
@@ -80,7 +83,6 @@ class Tally:
     size_square: float = 0.0
     allowed_square: float = 0.0
     largest_error: float = 0.0
-    off_grid: list[tuple[int, ...]] = field(default_factory=list)
 
     def add(self, got: Tensor, ball: Ball, start: int = 0, terms: Tensor | None = None) -> None:
         """Judges a piece: got and ball of one shape, fp64; `start` is its first index on the tensor's first axis.
@@ -92,67 +94,70 @@ class Tally:
         """
         if not got.numel():
             return
-        distance = distance_to(self.format, ball.mid, got)
-        rad = ball.rad.nan_to_num(nan=torch.inf, posinf=torch.inf)
-        excess = excess_of(distance, rad)
-        excess[(rad == 0) & (distance == 0) & (nearest(self.format, ball.mid) != got)] = torch.inf
-        self.elements += got.numel()
-        self._count_codes(got, ball.mid, rad, excess)
-        self.unjudged += int(rad.isinf().sum())
-        peak = int(excess.argmax())
-        if self.worst is None or float(excess.flatten()[peak]) > self.excess:
-            self.excess = float(excess.flatten()[peak])
-            self.worst = self._worst(peak, got, ball.mid, rad, start)
-        self._sum(got, ball.mid, rad, terms)
-
-    def _count_codes(self, got: Tensor, mid: Tensor, rad: Tensor, excess: Tensor) -> None:
+        shape, got, mid = tuple(got.shape), got.flatten(), ball.mid.flatten()
+        rad = ball.rad.flatten().nan_to_num(nan=torch.inf, posinf=torch.inf)
         want = nearest(self.format, mid)
-        off = (want != got) & got.isfinite() & rad.isfinite()
-        passing_most = 0
-        self.equal += int((want == got).sum())
-        if bool(off.any()):
-            apart = (ordinal(self.format, got[off]) - ordinal(self.format, want[off])).abs()
-            self.code_distance = max(self.code_distance, int(apart.max()))
-            passing_most = int(apart[excess[off] <= 1].amax()) if bool((excess[off] <= 1).any()) else 0
-        self._count_allowed(mid, rad, passing_most)
+        off = (want != got).nonzero()[:, 0]
+        self.elements += len(got)
+        self.equal += len(got) - len(off)
+        self.unjudged += int(rad.isinf().sum())
+        excess = self._excess(got[off], mid[off], rad[off])
+        most, peak = torch.stack((excess.amax(), excess.argmax().double())).tolist() if len(off) else (0.0, 0)
+        if self.worst is None or most > self.excess:
+            place = int(off[int(peak)]) if most else 0
+            first, *rest = unravel(place, shape)
+            values = torch.stack([tensor[place] for tensor in (got, mid, rad)]).tolist()
+            self.excess, self.worst = most, Worst(self.locate((first + start, *rest)), *values)
+        self._count_codes(got[off], want[off], rad[off], excess)
+        self._count_allowed(mid, rad)
+        self._sum(got, mid, rad, None if terms is None else terms.flatten())
 
-    def _count_allowed(self, mid: Tensor, rad: Tensor, passing_most: int) -> None:
-        """Most codes the bounds let pass: over every SAMPLED-th element, and over those that did pass."""
+    def _excess(self, got: Tensor, mid: Tensor, rad: Tensor) -> Tensor:
+        """Excess of elements that are not the rounded exact value; it is 0 for all others."""
+        distance = distance_off(self.format, mid, got)
+        return excess_of(distance, rad).masked_fill_((rad == 0) & (distance == 0), torch.inf)
+
+    def _count_codes(self, got: Tensor, want: Tensor, rad: Tensor, excess: Tensor) -> None:
+        """Most codes between elements and their rounded exact values, and between those that pass."""
+        if not len(got):
+            return
+        apart = (ordinal(self.format, got) - ordinal(self.format, want)).abs_()
+        apart.masked_fill_(~(got.isfinite() & rad.isfinite()), 0)
+        most, passing_most = torch.stack((apart.amax(), torch.where(excess <= 1, apart, 0).amax())).tolist()
+        self.code_distance = max(self.code_distance, most)
         self.code_allowed = max(self.code_allowed, passing_most)
-        mid, rad = mid.flatten()[::SAMPLED], rad.flatten()[::SAMPLED]
-        low, high = nearest(self.format, mid - rad), nearest(self.format, mid + rad)
-        open_ = (low != high) & rad.isfinite()
-        if bool(open_.any()):
-            apart = ordinal(self.format, high[open_]) - ordinal(self.format, low[open_])
-            self.code_allowed = max(self.code_allowed, int(apart.max()))
 
-    def _worst(self, peak: int, got: Tensor, mid: Tensor, rad: Tensor, start: int) -> Worst:
-        first, *rest = unravel(peak, tuple(got.shape))
-        values = (float(tensor.flatten()[peak]) for tensor in (got, mid, rad))
-        return Worst(self.locate((first + start, *rest)), *values)
+    def _count_allowed(self, mid: Tensor, rad: Tensor) -> None:
+        """Most codes the bounds let pass, over every SAMPLED-th element."""
+        mid, rad = mid[::SAMPLED], rad[::SAMPLED]
+        low, high = nearest(self.format, mid - rad), nearest(self.format, mid + rad)
+        apart = ordinal(self.format, high) - ordinal(self.format, low)
+        self.code_allowed = max(self.code_allowed, int(apart.masked_fill_(rad.isinf(), 0).amax()))
 
     def _sum(self, got: Tensor, mid: Tensor, rad: Tensor, terms: Tensor | None) -> None:
-        error = (got - mid).abs()
         judged = rad.isfinite() & got.isfinite()
         if not bool(judged.all()):
-            error, rad, mid = error[judged], rad[judged], mid[judged]
+            got, rad, mid = got[judged], rad[judged], mid[judged]
             terms = terms[judged] if terms is not None else None
-        if not error.numel():
+        if not len(got):
             return
+        error = (got - mid).abs_()
         # The bound of an element's error is its radius and half a step of the format it is stored in.
         allowed = rad + FORMATS[self.format].step(mid.abs() + rad) / 2
-        self.largest_error = max(self.largest_error, float(error.max()))
-        self.error_square += float(error.square().sum())
-        self.size_square += float(mid.square().sum())
-        self.allowed_square += float(allowed.square().sum())
+        sums = [error @ error, mid @ mid, allowed @ allowed, error.amax()]
         if terms is not None:
-            self.terms_square += float(terms.square().sum())
             unit = terms.clamp(min=torch.finfo(torch.float64).tiny)
-            live = terms > 0
-            self.deviation = max(self.deviation, float((error / unit)[live].max()) if bool(live.any()) else 0.0)
-            self.deviation_allowed = max(
-                self.deviation_allowed, float((allowed / unit)[live].max()) if bool(live.any()) else 0.0
-            )
+            nothing = terms <= 0
+            sums += [terms @ terms, *(part.div(unit).masked_fill_(nothing, 0.0).amax() for part in (error, allowed))]
+        error_square, size_square, allowed_square, largest_error, *over_terms = torch.stack(sums).tolist()
+        self.error_square += error_square
+        self.size_square += size_square
+        self.allowed_square += allowed_square
+        self.largest_error = max(self.largest_error, largest_error)
+        if over_terms:
+            self.terms_square += over_terms[0]
+            self.deviation = max(self.deviation, over_terms[1])
+            self.deviation_allowed = max(self.deviation_allowed, over_terms[2])
 
     @property
     def equal_share(self) -> float:

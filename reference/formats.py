@@ -4,6 +4,7 @@ Every rounding takes fp64 (other dtypes are upcast) and returns fp64, in one ste
 round twice.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -67,12 +68,11 @@ class Format:
         """
         exact = y.double()
         size = exact.abs()
-        above = size + self.step(size) / 2
-        step_below = torch.where(
-            (size == power_of_two(exponent(size))) & (exponent(size) > self.min_exponent), 0.5, 1.0
-        ) * self.step(size)
-        below = size - step_below / 2
-        beyond = power_of_two(exponent(torch.tensor(self.max)) - self.fraction - 1).to(size.device) + self.max
+        binade, step = exponent(size), self.step(size)
+        above = size + step / 2
+        narrower = (size == power_of_two(binade)) & (binade > self.min_exponent)
+        below = size - torch.where(narrower, 0.25, 0.5) * step
+        beyond = self.max + math.ldexp(1.0, math.frexp(self.max)[1] - self.fraction - 2)
         if self.overflow == "saturate":
             above = torch.where(size == self.max, torch.inf, above)
         else:
