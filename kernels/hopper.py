@@ -25,19 +25,21 @@ SHARED_BYTES = 231424
 
 @dataclass(frozen=True)
 class Kernel:
-    """One of the kernels: `group` consecutive rows of one request share its keys, `box` of them come in one copy."""
+    """One of the kernels: `group` consecutive rows of one request share its keys; a copy brings `box` of them, or
+    `key_box` keys."""
 
     source: str
     name: str
     group: int
     box: int
+    key_box: int
     threads: int
 
 
-DECODE_ONE = Kernel("decode.cu", "decode_one", 1, 1, 384)
-DECODE_TWO = Kernel("decode.cu", "decode_two", 2, 2, 384)
-PREFILL_TWO = Kernel("prefill.cu", "prefill_two", 8, 4, 384)
-PREFILL_FOUR = Kernel("prefill.cu", "prefill_four", 8, 2, 640)
+DECODE_ONE = Kernel("decode.cu", "decode_one", 1, 1, 16, 640)
+DECODE_TWO = Kernel("decode.cu", "decode_two", 2, 2, 16, 512)
+PREFILL_TWO = Kernel("prefill.cu", "prefill_two", 8, 4, 64, 384)
+PREFILL_FOUR = Kernel("prefill.cu", "prefill_four", 8, 2, 64, 640)
 
 ATOM = 64
 """Elements of a swizzled row of 128 bytes."""
@@ -108,9 +110,9 @@ def launch(
     rows, width = out.shape
     device = query.device.index or 0
     if page_stride is None:
-        key_map = tensor_map(keys.data_ptr(), len(keys), 1, ENTRY_DIM * len(keys), PAGE_ENTRIES)
+        key_map = tensor_map(keys.data_ptr(), len(keys), 1, ENTRY_DIM * len(keys), kernel.key_box)
     else:
-        key_map = tensor_map(keys.data_ptr(), PAGE_ENTRIES, len(keys), page_stride, PAGE_ENTRIES)
+        key_map = tensor_map(keys.data_ptr(), PAGE_ENTRIES, len(keys), page_stride, kernel.key_box)
     none = Index(None, 0)
     kernels(kernel.source, device).launch(
         kernel.name,

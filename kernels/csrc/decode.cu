@@ -1,8 +1,8 @@
 // Index scores of a decode step on Hopper: one or two query rows a request, each over all keys of its request.
 //
 // A block takes an equal share of the key tiles of all requests, found by a prefix sum over lengths. One warp fetches page
-// ids 32 at a time and feeds a deep ring of pages through the copy engine; two warpgroups multiply and reduce a page each
-// in turn. Keys are read once and are the first to leave the L2 cache, so they push nothing else out of it.
+// ids 32 at a time and feeds a deep ring of pages through the copy engine, eight lanes a page; the other warpgroups multiply
+// and reduce a page each in turn. Keys are read once and are the first to leave the L2 cache, so they push nothing else out.
 
 #include "hopper.cuh"
 
@@ -10,13 +10,15 @@ namespace {
 
 using namespace hopper;
 
-constexpr int kGroups = 2;  // warpgroups that multiply; a third feeds them
-constexpr int kThreads = kWarpgroup * (kGroups + 1);
 constexpr int kQueryBuffers = 2;
+constexpr int kBox = 16;         // keys of one copy, `key_box` of hopper.py
+constexpr int kParts = kKeys / kBox * kAtoms;
 constexpr int kMemory = 212992;  // bytes for queries and key tiles
 
 template <int kRows>
 struct Layout {
+  static constexpr int kGroups = kRows == 1 ? 4 : 3;  // warpgroups that multiply, as registers allow; one more feeds them
+  static constexpr int kThreads = kWarpgroup * (kGroups + 1);  // `threads` of hopper.py
   static constexpr int kQueryAtomBytes = kRows * kHeads * kAtomBytes;
   static constexpr int kQueryBytes = kQueryAtomBytes * kAtoms;
   // A multiple of kGroups, so that a stage always belongs to the same warpgroup, which then sees each of its phases: copies
@@ -65,10 +67,17 @@ __device__ __forceinline__ void produce(
       const int count = min(kWarp, unit.stop - batch);
       for (int i = 0; i < count; ++i, ++tile) {
         const int own = static_cast<int>(__shfl_sync(0xffffffffu, page, i));
+        const int stage = tile % L::kStages;
         if (lane == 0) {
-          const int stage = tile % L::kStages;
           wait(&shared.empty[stage], ((tile / L::kStages) & 1) ^ 1);
-          copy_keys(shared.keys[stage], keys, &shared.full[stage], batch + i, own, policy);
+          expect(&shared.full[stage], kKeyBytes);
+        }
+        __syncwarp();
+        if (lane < kParts) {
+          const int atom = lane % kAtoms, key = lane / kAtoms * kBox;
+          copy_tile(
+              shared.keys[stage] + atom * kKeyAtomBytes + key * kAtomBytes, keys.map, &shared.full[stage], atom * kAtom,
+              key + (paged ? 0 : (batch + i) * kKeys), own, policy);
         }
       }
       page = next;
@@ -104,7 +113,7 @@ __device__ __forceinline__ void consume(
     const uint32 query = address(shared.query[buffer]);
     wait(&shared.query_full[buffer], (count / kQueryBuffers) & 1);
     for (int block = unit.first; block < unit.stop; ++block, ++tile) {
-      if (tile % kGroups != number) continue;
+      if (tile % L::kGroups != number) continue;
       const int stage = tile % L::kStages;
       const uint32 keys = address(shared.keys[stage]);
       wait(&shared.full[stage], (tile / L::kStages) & 1);
@@ -139,13 +148,13 @@ __device__ __forceinline__ void decode(
     }
     for (int buffer = 0; buffer < kQueryBuffers; ++buffer) {
       init(&shared.query_full[buffer], 1);
-      init(&shared.query_empty[buffer], kGroups * kWarps);
+      init(&shared.query_empty[buffer], L::kGroups * kWarps);
     }
     publish_barriers();
   }
-  const Share share = scan_lengths<kRows, kThreads>(shared.ends, lengths, rows, groups, width);
+  const Share share = scan_lengths<kRows, L::kThreads>(shared.ends, lengths, rows, groups, width);
   const int role = role_of_thread();
-  if (role == kGroups) {
+  if (role == L::kGroups) {
     const int warp = threadIdx.x % kWarpgroup / kWarp;
     if (warp == 0) {
       produce<kRows>(shared, share, &query_map, Keys{&key_map, table, table_stride, request, next_n});
@@ -169,6 +178,6 @@ __device__ __forceinline__ void decode(
   query_map, key_map, weight, lengths, table, table_stride, request, next_n, out, out_stride, rows, groups, width,     \
       fill, filled
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) decode_one(DECODE_ARGUMENTS) { decode<1>(DECODE_VALUES); }
+extern "C" __global__ void __launch_bounds__(Layout<1>::kThreads, 1) decode_one(DECODE_ARGUMENTS) { decode<1>(DECODE_VALUES); }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) decode_two(DECODE_ARGUMENTS) { decode<2>(DECODE_VALUES); }
+extern "C" __global__ void __launch_bounds__(Layout<2>::kThreads, 1) decode_two(DECODE_ARGUMENTS) { decode<2>(DECODE_VALUES); }
