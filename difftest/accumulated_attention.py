@@ -5,10 +5,14 @@ from torch import Tensor
 
 from .attention_check import selection_fault
 from .reference.attention import attend_layer, attn_query, packed_selection
+from .reference.chunks import slices
 from .reference.inputs import LayerInputs
 from .reference.rope import rope_table
 from .selection import as_mask
 from .trace import Trace
+
+CHUNK_BYTES = {"cpu": 2**20, "cuda": 2**28}
+"""Bytes of the latents and logits of the rows whose lost mass is measured together, in fp64."""
 
 
 def lost_mass(inputs: LayerInputs, trace: Trace, baseline: Trace) -> dict[str, float]:
@@ -16,28 +20,36 @@ def lost_mass(inputs: LayerInputs, trace: Trace, baseline: Trace) -> dict[str, f
     of any row and head. Empty when the baseline has no latents or a selection is invalid."""
     if "kv" not in baseline or selection_fault(inputs, trace):
         return {}
+    chosen, wanted = trace.value("topk"), baseline.value("topk").long()
+    kept = as_mask(chosen, max((1, *inputs.entries))).gather(1, wanted.clamp(min=0))
+    gone = (wanted >= 0) & ~kept
+    rows = gone.any(1).nonzero()[:, 0]
+    if not len(rows):
+        return {"lost_mass_mean": 0.0, "lost_mass_most": 0.0}
+    mass = _mass(inputs, baseline, rows, gone[rows])
+    return {"lost_mass_mean": float(mass.mean(1).sum()) / len(wanted), "lost_mass_most": float(mass.max())}
+
+
+def _mass(inputs: LayerInputs, baseline: Trace, rows: Tensor, gone: Tensor) -> Tensor:
+    """Softmax mass [r, A] fp64 that the selected entries `gone` [r, k] bool hold in the baseline's attention of `rows`
+    [r] int64."""
     window, compressed = baseline["kv"]["window"], baseline["kv"]["compressed"]
-    chosen, wanted = trace.value("topk"), baseline.value("topk")
-    packed = packed_selection(inputs, wanted)
-    width = int(inputs.visible.max()) if len(wanted) else 0
-    kept = as_mask(chosen, width)
-    total = largest = 0.0
-    for row in range(len(wanted)):
-        near, far = inputs.window_index[row], wanted[row]
-        far = far[far >= 0].long()
-        gone = ~kept[row][far]
-        if not bool(gone.any()):
-            continue
-        entries = packed[row][packed[row] >= 0]
-        values = torch.cat((window[near[near >= 0]], compressed[entries])).double()
-        table = rope_table(inputs.config, inputs.kind, inputs.row_position[row : row + 1])
-        query = attn_query(inputs.attn_query[row : row + 1], inputs.config.rms_norm_eps, table)[0]
-        logit = query @ values.T * inputs.config.softmax_scale
+    config = inputs.config
+    near, far = inputs.window_index[rows], packed_selection(inputs, baseline.value("topk"))[rows]
+    last = (far >= 0).cumsum(1).argmax(1).tolist()
+    query, table = inputs.attn_query[rows], rope_table(config, inputs.kind, inputs.row_position[rows])
+    mass = torch.empty(query.shape[:2], dtype=torch.float64, device=query.device)
+    row_bytes = 8 * (near.shape[1] + far.shape[1]) * sum(query.shape[1:])
+    for part in slices(len(rows), row_bytes, CHUNK_BYTES[query.device.type]):
+        slots = 1 + max(last[part])
+        index = torch.cat((near[part], far[part, :slots]), 1)
+        values = torch.cat((window[near[part].clamp(min=0)], compressed[far[part, :slots].clamp(min=0)]), 1).double()
+        logit = attn_query(query[part], config.rms_norm_eps, table[part]) @ values.mT * config.softmax_scale
+        logit.masked_fill_(index[:, None] < 0, -torch.inf)
         whole = torch.logaddexp(logit.logsumexp(-1), inputs.attn_sink.double())
-        mass = (logit[:, -len(far) :] - whole[:, None]).exp()[:, gone].sum(-1)
-        total += float(mass.mean())
-        largest = max(largest, float(mass.max()))
-    return {"lost_mass_mean": total / max(1, len(wanted)), "lost_mass_most": largest}
+        share = (logit[..., -slots:] - whole[..., None]).exp()
+        mass[part] = (share * gone[part, None, :slots]).sum(-1)
+    return mass
 
 
 def attention_change(inputs: LayerInputs, trace: Trace, baseline: Trace) -> dict[str, float]:

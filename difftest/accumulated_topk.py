@@ -1,6 +1,7 @@
 """The certified selection: recall, and for every swapped entry whether the declared formats explain it."""
 
-from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,10 +11,15 @@ from .cut_sample import cut_facts
 from .measured import Measured
 from .paths.base import Declaration
 from .record import Finding, Worst
+from .reference.chunks import slices
 from .reference.inputs import LayerInputs
 from .selection import as_mask, recall, value_recall
 from .text import apart
 from .trace import Trace
+
+CHUNK_BYTES = {"cpu": 2**20, "cuda": 2**24}
+"""Bytes of the scores and queries of the rows looked at together, in fp64: on a CPU few enough to stay in a core's
+cache, on a GPU some hundred rows, so that starting kernels and waiting for them costs little a row."""
 
 
 def compare_selection(inputs: LayerInputs, trace: Trace, baseline: Trace, declares: Declaration) -> Measured:
@@ -37,14 +43,13 @@ def compare_selection(inputs: LayerInputs, trace: Trace, baseline: Trace, declar
     by_value = value_recall(chosen[exercised], rows_score, rows_visible)
     metrics = {"rows_exercised": float(len(exercised))}
     metrics |= _distribution("recall", share) | _distribution("value_recall", by_value)
-    census = _Census(inputs, trace, baseline, declares)
-    for row in exercised.tolist():
-        census.add(row)
-    metrics |= census.metrics()
+    cut = cuts(inputs, trace, baseline, declares, exercised)
+    metrics |= _metrics(cut)
+    worst, findings = _worst(cut, exercised)
     bounds = {"swap_excess": 1.0, "unexplained": 0.0}
     facts = {"unit": "share of the baseline's selection"}
-    facts |= cut_facts(inputs, trace, baseline, share, exercised, census.gaps)
-    return Measured(metrics, bounds, census.findings, census.worst, facts=facts)
+    facts |= cut_facts(inputs, trace, baseline, share, exercised, cut.gap.tolist())
+    return Measured(metrics, bounds, findings, worst, facts=facts)
 
 
 def _distribution(name: str, share: Tensor) -> dict[str, float]:
@@ -57,85 +62,118 @@ def _distribution(name: str, share: Tensor) -> dict[str, float]:
     }
 
 
-@dataclass
-class _Row:
-    """One row's cut: entries looked at, their baseline scores and eps; the cut's two sides come first."""
+class Cuts(NamedTuple):
+    """The cut of exercised rows, each [n].
 
-    entries: Tensor
-    score: Tensor
+    gap                  between the cut's two sides, in units of the sum of their eps.
+    tied                 no gap.
+    band, equal          entries within 2 eps of the k-th score, and with exactly that score.
+    eps                  of the k-th entry.
+    swapped, unexplained entries, and those beyond what the declared formats explain.
+    excess               the largest distance of a swapped entry from the cut, in units of `width`; -1 without any.
+    entry, score, kth, width   of that entry, the lowest-numbered one of the largest excess.
+    """
+
+    gap: Tensor
+    tied: Tensor
+    band: Tensor
+    equal: Tensor
     eps: Tensor
-    format_share: float
+    swapped: Tensor
+    unexplained: Tensor
+    excess: Tensor
+    entry: Tensor
+    score: Tensor
+    kth: Tensor
+    width: Tensor
 
 
-class _Census:
-    """Walks exercised rows: which swaps are explained, and what the cut looks like in units of eps."""
+def cuts(inputs: LayerInputs, trace: Trace, baseline: Trace, declares: Declaration, rows: Tensor) -> Cuts:
+    """Looks at the cut of `rows` [n] int64, which all have more than k visible entries. Results are on the CPU."""
+    config = inputs.config
+    row_bytes = 8 * (baseline.value("score").shape[1] + config.index_n_heads * config.index_head_dim)
+    parts = slices(len(rows), row_bytes, CHUNK_BYTES[rows.device.type])
+    found = [_look(inputs, trace, baseline, declares, rows[part]) for part in parts]
+    return Cuts(*(torch.cat(column).cpu() for column in zip(*found, strict=True)))
 
-    def __init__(self, inputs: LayerInputs, trace: Trace, baseline: Trace, declares: Declaration) -> None:
-        self.inputs, self.trace, self.baseline, self.declares = inputs, trace, baseline, declares
-        self.findings: list[Finding] = []
-        self.worst: Worst | None = None
-        self.swap_excess = 0.0
-        self.swapped = self.unexplained = 0
-        self.gaps: list[float] = []
-        self.bands: list[int] = []
-        self.equal: list[int] = []
-        self.tied = 0
-        self.eps: list[float] = []
 
-    def add(self, row: int) -> None:
-        count = int(self.inputs.visible[row])
-        score = self.baseline.value("score")[row, :count].double()
-        k = self.trace.value("topk").shape[1]
-        ranked = score.topk(k + 1)
-        sides = ranked.indices[k - 1 :]
-        mine, theirs = (as_mask(trace.value("topk")[row : row + 1], count)[0] for trace in (self.trace, self.baseline))
-        swapped = (mine != theirs).nonzero()[:, 0]
-        entries = torch.cat((sides, swapped))
-        eps = epsilon(self.inputs, row, entries, self.baseline, self.declares).total
-        kth, eps_kth = score[sides[0]], eps[0]
-        side_width = float(eps[0] + eps[1])
-        gap = float(score[sides[0]] - score[sides[1]])
-        self.gaps.append(gap / side_width if side_width else (torch.inf if gap else 0.0))
-        self.bands.append(int(((score - kth).abs() <= 2 * eps_kth).sum()))
-        self.eps.append(float(eps_kth))
-        self.equal.append(int((score == kth).sum()))
-        self.tied += gap == 0
-        if len(swapped):
-            self._certify(row, swapped, score[swapped], kth, eps[2:] + eps_kth)
+def _look(inputs: LayerInputs, trace: Trace, baseline: Trace, declares: Declaration, rows: Tensor) -> Cuts:
+    """`cuts` of so few rows that they fit memory.
 
-    def _certify(self, row: int, swapped: Tensor, score: Tensor, kth: Tensor, width: Tensor) -> None:
-        distance = (score - kth).abs()
-        excess = torch.where(distance == 0, 0.0, distance / width)
-        self.swapped += len(swapped)
-        bad = int((excess > 1).sum())
-        self.unexplained += bad
-        peak = int(excess.argmax())
-        if self.worst is not None and float(excess[peak]) <= self.swap_excess:
-            return
-        self.swap_excess = float(excess[peak])
-        entry = int(swapped[peak])
-        values = (float(score[peak]), float(kth), float(width[peak]))
-        self.worst = Worst({"row": row, "entry": entry}, *values)
-        if bad:
-            got, want, bound = apart(*values)
-            side = "leaves out" if float(score[peak]) > float(kth) else "selects"
-            message = (
-                f"row {row} {side} entry {entry}, whose exact score {got} is further from the cut {want} than the "
-                f"declared formats explain ({bound})"
-            )
-            self.findings = [Finding("unexplained_swap", message, {"row": row, "entry": entry})]
+    Entries looked at, [n, 2 + m]: the cut's two sides, then the swapped ones of each row, padded with the k-th.
+    """
+    visible, k = inputs.visible[rows], trace.value("topk").shape[1]
+    runs = [(count, len(list(run))) for count, run in groupby(visible.tolist())]
+    width = max(count for count, _ in runs)
+    shown = torch.arange(width, device=rows.device) < visible[:, None]
+    score = baseline.value("score")[rows, :width].double().masked_fill(~shown, -torch.inf)
+    sides = _sides(score, runs, k)
+    mine, theirs = (as_mask(side.value("topk")[rows], width) for side in (trace, baseline))
+    differ = (mine != theirs) & shown
+    count, (row, entry) = differ.sum(1), differ.nonzero(as_tuple=True)
+    entries = sides[:, :1].repeat(1, 2 + max(1, int(count.max())))
+    entries[:, 1] = sides[:, 1]
+    entries[row, 2 + torch.arange(len(row), device=rows.device) - (count.cumsum(0) - count)[row]] = entry
+    eps, value = epsilon(inputs, rows, entries, baseline, declares).total, score.gather(1, entries)
+    kth, eps_kth = value[:, :1], eps[:, :1]
+    gap = value[:, 0] - value[:, 1]
+    distance, limit = (value - kth).abs()[:, 2:], (eps + eps_kth)[:, 2:]
+    excess = torch.where(distance == 0, 0.0, distance / limit)
+    peak = excess.argmax(1, keepdim=True)
+    return Cuts(
+        gap=torch.where(gap == 0, 0.0, gap / (eps[:, 0] + eps[:, 1])),
+        tied=gap == 0,
+        band=((score - kth).abs() <= 2 * eps_kth).sum(1),
+        equal=(score == kth).sum(1),
+        eps=eps[:, 0],
+        swapped=count,
+        unexplained=(excess > 1).sum(1),
+        excess=torch.where(count > 0, excess.gather(1, peak)[:, 0], -1.0),
+        entry=entries.gather(1, 2 + peak)[:, 0],
+        score=value.gather(1, 2 + peak)[:, 0],
+        kth=value[:, 0],
+        width=limit.gather(1, peak)[:, 0],
+    )
 
-    def metrics(self) -> dict[str, float]:
-        gaps = torch.tensor(self.gaps, dtype=torch.float64)
-        return {
-            "swapped": float(self.swapped),
-            "unexplained": float(self.unexplained),
-            "swap_excess": self.swap_excess,
-            "gap_median": float(gaps.quantile(0.5)),
-            "gap_least": float(gaps.min()),
-            "band_mean": sum(self.bands) / len(self.bands),
-            "band_most": float(max(self.bands)),
-            "equal_at_cut": float(max(self.equal)),
-            "tied_rows": float(self.tied),
-            "eps_mean": sum(self.eps) / len(self.eps),
-        }
+
+def _sides(score: Tensor, runs: list[tuple[int, int]], k: int) -> Tensor:
+    """The k-th best entry of each row and the next, [n, 2]; runs: (visible entries, number) of successive rows alike.
+
+    A run is ranked without padding, which could change the order of equal scores.
+    """
+    parts = score.split([number for _, number in runs])
+    ranked = [part[:, :count].topk(k + 1).indices for part, (count, _) in zip(parts, runs, strict=True)]
+    return torch.cat(ranked)[:, k - 1 :]
+
+
+def _metrics(cut: Cuts) -> dict[str, float]:
+    return {
+        "swapped": float(cut.swapped.sum()),
+        "unexplained": float(cut.unexplained.sum()),
+        "swap_excess": float(cut.excess.clamp(min=0.0).max()),
+        "gap_median": float(cut.gap.quantile(0.5)),
+        "gap_least": float(cut.gap.min()),
+        "band_mean": float(cut.band.double().mean()),
+        "band_most": float(cut.band.max()),
+        "equal_at_cut": float(cut.equal.max()),
+        "tied_rows": float(cut.tied.sum()),
+        "eps_mean": float(cut.eps.mean()),
+    }
+
+
+def _worst(cut: Cuts, rows: Tensor) -> tuple[Worst | None, list[Finding]]:
+    """The swapped entry furthest from its cut (None without any), and a finding when nothing explains it."""
+    peak = int(cut.excess.argmax())
+    if cut.excess[peak] < 0:
+        return None, []
+    where = {"row": int(rows[peak]), "entry": int(cut.entry[peak])}
+    worst = Worst(where, *(float(part[peak]) for part in (cut.score, cut.kth, cut.width)))
+    if not cut.excess[peak] > 1:
+        return worst, []
+    got, want, bound = apart(worst.got, worst.want, worst.bound)
+    side = "leaves out" if worst.got > worst.want else "selects"
+    message = (
+        f"row {where['row']} {side} entry {where['entry']}, whose exact score {got} is further from the cut {want} "
+        f"than the declared formats explain ({bound})"
+    )
+    return worst, [Finding("unexplained_swap", message, where)]

@@ -44,11 +44,12 @@ class ScoreBall:
 
 
 Chunk = Callable[[Tensor, Tensor, Tensor], ScoreBall]
-"""q [r, H, D], k [e, D], w [r, H], fp64 -> ScoreBall [r, e]."""
+"""q [r, H, D], k [e, D] or [r, e, D], w [r, H], fp64 -> ScoreBall [r, e]."""
 
 
 def score_ball(q: Tensor, k: Tensor, w: Tensor, declares: Declaration) -> ScoreBall:
-    """Ball of the scores of q [R, H, D], k [E, D], w [R, H] as the path stored them, any float dtype.
+    """Ball of the scores of q [R, H, D], k [E, D], w [R, H] as the path stored them, any float dtype. k [R, E, D] gives
+    every row entries of its own.
 
     fp32, the smaller of two bounds. In the worst case each dot errs by gamma(D + 4) sum_i |q_i k_i| in any order (4:
     the dequantised values the judge reads are themselves rounded products code * scale), with the unit v = 2^-23 of a
@@ -69,24 +70,24 @@ def score_ball(q: Tensor, k: Tensor, w: Tensor, declares: Declaration) -> ScoreB
 
 
 def _chunked(q: Tensor, k: Tensor, w: Tensor, one: Chunk) -> ScoreBall:
-    shape = (q.shape[0], k.shape[0])
+    shape = (q.shape[0], k.shape[-2])
     out = ScoreBall(*(torch.zeros(shape, dtype=torch.float64, device=q.device) for _ in range(5)))
     queries, weights = q.double(), w.double()
     chunk = CHUNK_BYTES[q.device.type]
     columns = max(64, chunk // (8 * max(1, q.shape[0] * q.shape[1])))
     rows = max(1, chunk // (8 * q.shape[1] * columns))
-    for right in slices(k.shape[0], 1, columns):
-        keys = k[right].double()
+    for right in slices(k.shape[-2], 1, columns):
+        keys = k[..., right, :].double()
         for left in slices(q.shape[0], 1, rows):
-            part = one(queries[left], keys, weights[left])
+            part = one(queries[left], keys if k.ndim == 2 else keys[left], weights[left])
             for name in ("mid", "rad", "terms", "variance", "bias"):
                 getattr(out, name)[left, right] = getattr(part, name)
     return out
 
 
 def _dots(q: Tensor, k: Tensor) -> Tensor:
-    """[r, H, e] fp64."""
-    return torch.unflatten(q.flatten(0, 1) @ k.T, 0, q.shape[:2])
+    """Products of q [r, H, D] with k [e, D] or [r, e, D], [r, H, e]."""
+    return q @ k.mT if k.ndim == 3 else torch.unflatten(q.flatten(0, 1) @ k.T, 0, q.shape[:2])
 
 
 def _signed_and_absolute(products: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,8 +99,8 @@ def _signed_and_absolute(products: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
 def _floating(q: Tensor, k: Tensor, w: Tensor, roundoff: float, representation: int) -> ScoreBall:
     heads, dim = q.shape[1:]
     mid, terms = _signed_and_absolute(_dots(q, k).relu_(), w)
-    reach = (w.abs()[:, None] @ q.abs())[:, 0] @ k.abs().T
-    spread = (w.square()[:, None] @ q.square())[:, 0] @ k.square().T
+    reach = (w.abs()[:, None] @ q.abs() @ k.abs().mT)[:, 0]
+    spread = (w.square()[:, None] @ q.square() @ k.square().mT)[:, 0]
     rad = gamma(dim + representation, roundoff) * reach + gamma(heads + 6, roundoff) * terms
     bias = gamma((dim + heads) / LANES + 8, roundoff) * terms
     variance = roundoff**2 * dim * spread
@@ -130,12 +131,12 @@ def _wgmma(q: Tensor, k: Tensor, w: Tensor) -> ScoreBall:
     grid, addends = 2.0**-WGMMA_BITS, WGMMA_K + 1
     steps = -(-q.shape[2] // WGMMA_K)
     dots = _dots(q, k)
-    reach = (grid * addends * steps) * (q.norm(dim=2)[:, :, None] * k.norm(dim=1)).float()
+    reach = (grid * addends * steps) * (q.norm(dim=2)[:, :, None] * k.norm(dim=-1)[..., None, :]).float()
     live = dots.float() > -reach
     weight = w.square()[:, None].float()
     peaks, tilt = _wgmma_steps(q.float(), k.float())
-    squares = (weight @ peaks.mul_(live))[:, 0].double() + (weight.double() @ q.square())[:, 0] @ k.square().T
-    squares *= SECOND_ORDER * grid**2
+    squares = (weight @ peaks.mul_(live)).double() + weight.double() @ q.square() @ k.square().mT
+    squares = SECOND_ORDER * grid**2 * squares[:, 0]
     mid, terms = _signed_and_absolute(dots.relu_(), w)
     after = gamma(q.shape[1] + 10, ACCUMULATOR) * terms
     bias = (squares * tilt.mul_(live).sum(1).double()).sqrt() / 2 + after
@@ -144,15 +145,15 @@ def _wgmma(q: Tensor, k: Tensor, w: Tensor) -> ScoreBall:
 
 
 def _wgmma_steps(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Over the instructions of each dot, q [r, H, D], k [e, D] fp32: sum of max(a, a')^2, and of (|c| + 1)^2,
+    """Over the instructions of each dot, q [r, H, D], k [.., e, D] fp32: sum of max(a, a')^2, and of (|c| + 1)^2,
     [r, H, e] fp32."""
     signs_q, signs_k = q.sign(), k.sign()
     total = peaks = tilt = before = torch.zeros((), device=q.device)
     for step in slices(q.shape[2], 1, WGMMA_K):
-        total = total + _dots(q[..., step], k[:, step])
+        total = total + _dots(q[..., step], k[..., step])
         square = total.square()
         peaks = peaks + torch.maximum(before, square)
-        tilt = tilt + _dots(signs_q[..., step], signs_k[:, step]).abs_().add_(1).square_()
+        tilt = tilt + _dots(signs_q[..., step], signs_k[..., step]).abs_().add_(1).square_()
         before = square
     return peaks, tilt
 

@@ -88,17 +88,17 @@ def key_variance(inputs: LayerInputs, pooled: Tensor, position: Tensor, rounding
     return _finished(normed, variance, rope_table(config, inputs.kind, position), rounding)
 
 
-def query_variance(inputs: LayerInputs, row: int, rounding: Rounding) -> tuple[Tensor, Tensor]:
-    """Exact index queries of a row [H, D] and the variance of the path's."""
+def query_variance(inputs: LayerInputs, rows: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
+    """Exact index queries of `rows` [R] int64, [R, H, D] fp64, and the variance of the path's."""
     assert inputs.index_query is not None
-    x = inputs.index_query[row].double()
-    table = rope_table(inputs.config, inputs.kind, inputs.row_position[row : row + 1])
+    x = inputs.index_query[rows].double()
+    table = rope_table(inputs.config, inputs.kind, inputs.row_position[rows])
     return _finished(x, torch.zeros_like(x), table, rounding)
 
 
 @dataclass(frozen=True)
 class Epsilon:
-    """eps of some entries of one row [m] fp64, and its parts: `format` and `arithmetic`."""
+    """eps of some entries of each row [R, m] fp64, and its parts: `format` and `arithmetic`."""
 
     format: Tensor
     arithmetic: Tensor
@@ -108,8 +108,8 @@ class Epsilon:
         return self.format + self.arithmetic
 
 
-def epsilon(inputs: LayerInputs, row: int, entries: Tensor, baseline: Trace, declares: Declaration) -> Epsilon:
-    """Bound of |path's score - exact score| for `entries` [m] (request-relative) of a row.
+def epsilon(inputs: LayerInputs, rows: Tensor, entries: Tensor, baseline: Trace, declares: Declaration) -> Epsilon:
+    """Bound of |path's score - exact score| for `entries` [R, m] (request-relative) of `rows` [R], both int64.
 
     With errors dq, dk, dw of declared roundings, independent and evenly spread over their half steps, the score
     sum_h w_h relu(q_h . k) moves by sum_h w_h [q_h . k > 0] (q_h . dk + dq_h . k + dq_h . dk), and by
@@ -121,29 +121,32 @@ def epsilon(inputs: LayerInputs, row: int, entries: Tensor, baseline: Trace, dec
     variance, and a half step of the sum.
     """
     level = quantile(events=ENTRIES)
-    first = inputs.entry_offset[int(inputs.row_request[row])]
-    packed = entries.long() + first
-    key, var_k = key_variance(inputs, baseline.value("compressed")[packed], inputs.entry_position[packed], declares.key)
-    query, var_q = query_variance(inputs, row, declares.query)
+    offset = torch.tensor(inputs.entry_offset, device=rows.device)[inputs.row_request[rows]]
+    packed, place = (entries + offset[:, None]).unique(return_inverse=True)
+    keys = key_variance(inputs, baseline.value("compressed")[packed], inputs.entry_position[packed], declares.key)
+    key, var_k = (part[place] for part in keys)
+    query, var_q = query_variance(inputs, rows, declares.query)
     assert inputs.index_weight is not None
-    weight = head_weight(inputs.index_weight[row], inputs.config)
-    dots = query @ key.T
-    wobble = var_q @ (key.square() + var_k).T + query.square() @ var_k.T
-    live = (dots > -level * wobble.sqrt()).double()
-    active = weight[:, None] * live
-    slope = active.T @ query
-    variance = (slope.square() * var_k).sum(-1)
-    variance = variance + (active.square() * (var_q @ (key.square() + var_k).T)).sum(0)
+    weight = head_weight(inputs.index_weight[rows], inputs.config)
+    dots = query @ key.mT
+    moved = var_q @ (key.square() + var_k).mT
+    live = dots > -level * (moved + query.square() @ var_k.mT).sqrt()
+    slope = (weight[..., None] * live).mT @ query
+    variance = (slope.square() * var_k).sum(-1) + _over_heads(weight.square(), moved * live)
     if declares.weight == "bf16":
-        variance = variance + rounding_variance(weight, "bf16") @ dots.relu().square()
-    part = score_ball(query[None], key, weight[None], _plain_score(declares))
-    arithmetic = part.rad[0] + STORED_ROUNDINGS * UNIT_FP32 * part.terms[0]
+        variance = variance + _over_heads(rounding_variance(weight, "bf16"), dots.relu().square())
+    part = score_ball(query, key, weight, _plain_score(declares))
+    arithmetic = part.rad + STORED_ROUNDINGS * UNIT_FP32 * part.terms
     if declares.score_rounds == "bf16":
-        terms = weight[:, None] * dots
-        steps = weight.square()[:, None] * rounding_variance(dots, "bf16") + rounding_variance(terms, "bf16")
-        variance = variance + (steps * live).sum(0)
-        arithmetic = arithmetic + FORMATS["bf16"].step(part.mid[0]) / 2
+        variance = variance + _over_heads(weight.square(), rounding_variance(dots, "bf16") * live)
+        variance = variance + (rounding_variance(weight[..., None] * dots, "bf16") * live).sum(1)
+        arithmetic = arithmetic + FORMATS["bf16"].step(part.mid) / 2
     return Epsilon(level * variance.sqrt(), arithmetic)
+
+
+def _over_heads(factor: Tensor, terms: Tensor) -> Tensor:
+    """sum_h factor_h terms_h of factor [R, H], terms [R, H, m]: [R, m]."""
+    return (factor[:, None] @ terms)[:, 0]
 
 
 def _plain_score(declares: Declaration) -> Declaration:

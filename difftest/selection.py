@@ -37,10 +37,8 @@ class Selection:
 def as_mask(chosen: Tensor, width: int) -> Tensor:
     """Index rows [R, k] as a mask [R, width]; indices outside [0, width) are left out."""
     inside = (chosen >= 0) & (chosen < width)
-    row = torch.arange(len(chosen), device=chosen.device)[:, None].expand_as(chosen)[inside]
-    mask = torch.zeros(len(chosen), width, dtype=torch.bool, device=chosen.device)
-    mask[row, chosen[inside].long()] = True
-    return mask
+    mask = torch.zeros(len(chosen), width + 1, dtype=torch.bool, device=chosen.device)
+    return mask.scatter_(1, torch.where(inside, chosen, width).long(), True)[:, :width]
 
 
 def structure(selection: Selection, slots: Tensor | None = None, pool_slots: Tensor | None = None) -> list[Finding]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -46,17 +47,25 @@ class Exact:
         return self._margins[declares]
 
     def _all_margins(self, declares: Declaration) -> list[float | None]:
-        inputs, score = self.world.inputs, self.trace.value("score").double()
-        found: list[float | None] = []
-        for row, visible in enumerate(inputs.visible.tolist()):
-            if visible <= self.k:
-                found.append(None)
-                continue
-            pair = torch.stack((self.world.entry[row], self.others[row]))
-            width = float(epsilon(inputs, row, pair, self.trace, declares).total.sum())
-            gap = float(score[row, pair[0]] - score[row, pair[1]])
-            found.append(gap / width if width else (torch.inf if gap > 0 else -torch.inf))
+        inputs = self.world.inputs
+        rows = (inputs.visible > self.k).nonzero()[:, 0]
+        pair = torch.stack((self.world.entry[rows], self.others[rows]), 1)
+        width = epsilon(inputs, rows, pair, self.trace, declares).total.sum(1)
+        needle, cut = self.trace.value("score")[rows].gather(1, pair).double().unbind(1)
+        unbounded = torch.where(needle > cut, torch.inf, -torch.inf)
+        margin = torch.where(width > 0, (needle - cut) / width, unbounded)
+        found: list[float | None] = [None] * len(inputs.visible)
+        for row, value in zip(rows.tolist(), margin.tolist(), strict=True):
+            found[row] = value
         return found
+
+    @cached_property
+    def spread(self) -> list[float]:
+        """Exact score of each needle above the cut in standard deviations of the row's scores."""
+        score = self.trace.value("score").double()
+        gap = score.gather(1, self.world.entry[:, None]) - score.gather(1, self.others[:, None])
+        rows = zip(score, self.world.inputs.visible.tolist(), strict=True)
+        return (gap[:, 0] / torch.stack([row[:visible].std() for row, visible in rows])).tolist()
 
 
 def measure_exact(world: World, ks: Sequence[int]) -> list[Exact]:
@@ -120,7 +129,7 @@ def _cells(exact: Exact, trace: Trace, variant: Variant, declares: Declaration) 
     rank = torch.where(own[:, 0].isnan(), 0, 1 + ((score > own) & inside).sum(1)).tolist()
     selected = (chosen == entry).any(1).tolist()
     moved = _moved(exact, chosen).tolist()
-    margins, spread = exact.margins(declares), _spread(exact).tolist()
+    margins, spread = exact.margins(declares), exact.spread
     mass, mass_all, loss = exact.cost.mass.tolist(), exact.cost.mass_all.tolist(), exact.cost.output.tolist()
     entries, visible = world.entry.tolist(), world.inputs.visible.tolist()
     for row, (length, depth) in enumerate(world.cells):
@@ -162,14 +171,6 @@ def _moved(exact: Exact, chosen: Tensor) -> Tensor:
 def _valid(chosen: Tensor, world: World) -> Tensor:
     """The selection with entries the row does not see left out, so that a broken one can still be attended to."""
     return torch.where((chosen >= 0) & (chosen < world.inputs.visible[:, None]), chosen, -1)
-
-
-def _spread(exact: Exact) -> Tensor:
-    """Exact score of the needle above the cut in standard deviations of the row's scores, [R]."""
-    world, score = exact.world, exact.trace.value("score").double()
-    gap = score.gather(1, world.entry[:, None]) - score.gather(1, exact.others[:, None])
-    rows = zip(score, world.inputs.visible.tolist(), strict=True)
-    return gap[:, 0] / torch.stack([row[:visible].std() for row, visible in rows])
 
 
 def _failed(exact: Exact, variant: Variant, error: Exception) -> list[Cell]:

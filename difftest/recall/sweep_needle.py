@@ -54,12 +54,12 @@ def _just_above_the_cut(inputs: LayerInputs, first: int) -> Tensor:
     for stage in ("compressed", "index_k", "index_q", "head_weight", "score"):
         trace.stages[stage] = Oracle().stage(stage, inputs, trace)
     score, k = trace.value("score").double(), inputs.config.index_topk
-    target = torch.empty(len(score), dtype=torch.float64)
-    for row, visible in enumerate(inputs.visible.tolist()):
-        best = score[row, :visible].topk(min(k, visible))
-        width = 2 * epsilon(inputs, row, best.indices[-1:], trace, SGLANG_FP8).total[0]
-        target[row] = best.values[-1] + CLOSE_MARGINS[(row + first) % len(CLOSE_MARGINS)] * width
-    return target / inputs.config.index_scale
+    seen = zip(score, inputs.visible.tolist(), strict=True)
+    cut = torch.stack([row[:visible].topk(min(k, visible)).indices[-1:] for row, visible in seen])
+    rows = torch.arange(len(score))
+    width = 2 * epsilon(inputs, rows, cut, trace, SGLANG_FP8).total
+    margin = torch.tensor(CLOSE_MARGINS, dtype=torch.float64)[(rows + first) % len(CLOSE_MARGINS), None]
+    return (score.gather(1, cut) + margin * width)[:, 0] / inputs.config.index_scale
 
 
 def plant_latents(inputs: LayerInputs, entry: Tensor, latents: Tensor) -> None:

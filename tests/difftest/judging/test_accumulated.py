@@ -4,9 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from difftest.reference.attention import attn_query, packed_selection
 from difftest.reference.indexer import score_layer
 from difftest.reference.inputs import LayerInputs
+from difftest.reference.rope import rope_table
 
+from difftest import accumulated_attention, accumulated_topk
 from difftest.accumulated import change, check_accumulated
 from difftest.certify import epsilon
 from difftest.paths.base import Declaration
@@ -153,7 +156,7 @@ def test_eps_holds_what_formats_really_do(bench):
         most = 0.0
         for row in inputs.visible.nonzero().flatten().tolist():
             entries = torch.arange(int(inputs.visible[row]))
-            width = epsilon(inputs, row, entries, truth, path.declares).total
+            width = epsilon(inputs, torch.tensor([row]), entries[None], truth, path.declares).total[0]
             most = max(
                 most,
                 float(((got[row, : len(entries)] - truth.value("score")[row, : len(entries)]).abs() / width).max()),
@@ -162,10 +165,73 @@ def test_eps_holds_what_formats_really_do(bench):
 
 
 def test_eps_without_rounding_is_arithmetic_alone(bench, oracle):
-    exact = epsilon(bench.layer(), 0, torch.arange(3), oracle, Declaration(pool="fp64", score="fp64"))
+    declares = Declaration(pool="fp64", score="fp64")
+    exact = epsilon(bench.layer(), torch.tensor([0]), torch.arange(3)[None], oracle, declares)
     assert bool((exact.format == 0).all())
     assert bool((exact.arithmetic > 0).all())
     assert bool((exact.arithmetic < 1e-5).all())
+
+
+@pytest.mark.parametrize("declares", ["fp32", "bf16", "fp8", "published"])
+def test_eps_of_a_row_does_not_depend_on_the_rows_beside_it(bench, oracle, declares):
+    inputs, path = bench.layer(), bench.declarations[declares]
+    rows = inputs.visible.nonzero()[:, 0]
+    assert len(inputs.row_request[rows].unique()) > 1
+    entries = torch.arange(7) * inputs.visible[rows, None] // 7
+    together = epsilon(inputs, rows, entries, oracle, path)
+    for place, row in enumerate(rows.split(1)):
+        alone = epsilon(inputs, row, entries[place : place + 1], oracle, path)
+        assert alone.format[0].tolist() == pytest.approx(together.format[place].tolist(), rel=1e-12)
+        assert alone.arithmetic[0].tolist() == pytest.approx(together.arithmetic[place].tolist(), rel=1e-12)
+
+
+@pytest.mark.parametrize("row_bytes", [1, 2**14])
+def test_record_does_not_depend_on_how_many_rows_are_looked_at_together(bench, oracle, monkeypatch, row_bytes):
+    """A broken selection, so that rows differ in the number of swapped entries and the worst is a finding."""
+    inputs, score = bench.layer(), oracle.value("score")
+    chosen = bench.clean("fp8").value("topk").clone()
+    row = int((inputs.visible > 16).nonzero()[-1])
+    chosen[row] = score[row, : int(inputs.visible[row])].topk(16, largest=False).indices
+    broken = with_stage(oracle, topk=chosen)
+    whole = check_accumulated("topk", inputs, broken, oracle, bench.declarations["fp8"])
+    for module in (accumulated_topk, accumulated_attention):
+        monkeypatch.setitem(module.CHUNK_BYTES, "cpu", row_bytes)
+    parts = check_accumulated("topk", inputs, broken, oracle, bench.declarations["fp8"])
+    assert whole.findings[0].where["row"] == row
+    assert [finding.where for finding in parts.findings] == [finding.where for finding in whole.findings]
+    assert parts.metrics == pytest.approx(whole.metrics, rel=1e-12)
+    assert parts.facts == whole.facts
+
+
+def test_lost_mass_is_that_of_each_row_by_itself(bench, oracle):
+    inputs, chosen = bench.layer(), oracle.value("topk").clone()
+    chosen[::2, :5] = -1
+    found = check_accumulated("topk", inputs, with_stage(oracle, topk=chosen), oracle, Oracle.declares).metrics
+    lost = []
+    for row, first in enumerate(packed_selection(inputs, oracle.value("topk"))[:, :5]):
+        values = oracle["kv"]["compressed"][first[first >= 0]].double()
+        table = rope_table(inputs.config, inputs.kind, inputs.row_position[row])
+        query = attn_query(inputs.attn_query[row], inputs.config.rms_norm_eps, table)
+        whole = torch.logaddexp(oracle["attention"]["lse"][row].double(), inputs.attn_sink.double())
+        mass = (query @ values.T * inputs.config.softmax_scale - whole[:, None]).exp().sum(1)
+        lost.append(mass * (row % 2 == 0))
+    assert found["lost_mass_mean"] == pytest.approx(float(torch.stack(lost).mean()), rel=1e-5)
+    assert found["lost_mass_most"] == pytest.approx(float(torch.stack(lost).max()), rel=1e-5)
+
+
+def test_worst_swap_is_the_first_of_equals(bench, oracle):
+    """Swaps among equal scores are free and all alike: of two rows with some, the first and its lowest entry is named,
+    not the rows before it without any."""
+    inputs, wanted = bench.layer(), oracle.value("topk").clone()
+    rows = (inputs.visible > 20).nonzero()[1:3, 0]
+    wanted[:] = torch.arange(16)
+    chosen = wanted.clone()
+    chosen[rows, 14:] = torch.tensor([19, 18], dtype=chosen.dtype)
+    truth = with_stage(oracle, score=torch.ones_like(oracle.value("score")), topk=wanted)
+    record = check_accumulated("topk", inputs, with_stage(oracle, topk=chosen), truth, bench.declarations["bf16"])
+    assert record.metrics["swapped"] == 2 * 4
+    assert record.metrics["swap_excess"] == 0
+    assert record.worst is not None and record.worst.where == {"row": int(rows[0]), "entry": 14}
 
 
 def test_unexercised_selection_is_skipped(bench):
