@@ -13,7 +13,7 @@ from .paths.base import Declaration
 from .record import Finding, Worst
 from .reference.chunks import slices
 from .reference.inputs import LayerInputs
-from .selection import as_mask, recall, value_recall
+from .selection import as_mask
 from .text import apart
 from .trace import Trace
 
@@ -29,8 +29,7 @@ def compare_selection(inputs: LayerInputs, trace: Trace, baseline: Trace, declar
     the k-th, eps being what declared formats and arithmetic may do to a score (`certify.epsilon`). `swap_excess` is the
     largest distance in units of that; above 1 it is a finding, whatever the recall.
     """
-    chosen, wanted = trace.value("topk"), baseline.value("topk")
-    score, visible, k = baseline.value("score"), inputs.visible, chosen.shape[1]
+    visible, k = inputs.visible, trace.value("topk").shape[1]
     exercised = (visible > k).nonzero()[:, 0]
     if not len(exercised):
         longest = int(visible.max()) if len(visible) else 0
@@ -38,17 +37,12 @@ def compare_selection(inputs: LayerInputs, trace: Trace, baseline: Trace, declar
             skipped="selection not exercised",
             facts={"why": f"the longest row has {longest} visible entries and k is {k}"},
         )
-    rows_score, rows_visible = score[exercised], visible[exercised]
-    share = recall(chosen[exercised], wanted[exercised], score.shape[1])
-    by_value = value_recall(chosen[exercised], rows_score, rows_visible)
-    metrics = {"rows_exercised": float(len(exercised))}
-    metrics |= _distribution("recall", share) | _distribution("value_recall", by_value)
     cut = cuts(inputs, trace, baseline, declares, exercised)
-    metrics |= _metrics(cut)
+    metrics = {"rows_exercised": float(len(exercised))} | _metrics(cut)
     worst, findings = _worst(cut, exercised)
     bounds = {"swap_excess": 1.0, "unexplained": 0.0}
     facts = {"unit": "share of the baseline's selection"}
-    facts |= cut_facts(inputs, trace, baseline, share, exercised, cut.gap.tolist())
+    facts |= cut_facts(inputs, trace, baseline, cut.recall, exercised, cut.gap.tolist())
     return Measured(metrics, bounds, findings, worst, facts=facts)
 
 
@@ -63,8 +57,9 @@ def _distribution(name: str, share: Tensor) -> dict[str, float]:
 
 
 class Cuts(NamedTuple):
-    """The cut of exercised rows, each [n].
+    """The selection of exercised rows and the cut it was made at, each [n].
 
+    recall, value_recall share of the baseline's selection, and of the row's own whose score reaches the k-th best.
     gap                  between the cut's two sides, in units of the sum of their eps.
     tied                 no gap.
     band, equal          entries within 2 eps of the k-th score, and with exactly that score.
@@ -74,6 +69,8 @@ class Cuts(NamedTuple):
     entry, score, kth, width   of that entry, the lowest-numbered one of the largest excess.
     """
 
+    recall: Tensor
+    value_recall: Tensor
     gap: Tensor
     tied: Tensor
     band: Tensor
@@ -108,8 +105,8 @@ def _look(inputs: LayerInputs, trace: Trace, baseline: Trace, declares: Declarat
     shown = torch.arange(width, device=rows.device) < visible[:, None]
     score = baseline.value("score")[rows, :width].double().masked_fill(~shown, -torch.inf)
     sides = _sides(score, runs, k)
-    mine, theirs = (as_mask(side.value("topk")[rows], width) for side in (trace, baseline))
-    differ = (mine != theirs) & shown
+    mine, theirs = (as_mask(side.value("topk")[rows], width) & shown for side in (trace, baseline))
+    differ = mine != theirs
     count, (row, entry) = differ.sum(1), differ.nonzero(as_tuple=True)
     entries = sides[:, :1].repeat(1, 2 + max(1, int(count.max())))
     entries[:, 1] = sides[:, 1]
@@ -121,6 +118,8 @@ def _look(inputs: LayerInputs, trace: Trace, baseline: Trace, declares: Declarat
     excess = torch.where(distance == 0, 0.0, distance / limit)
     peak = excess.argmax(1, keepdim=True)
     return Cuts(
+        recall=1 - (theirs & ~mine).sum(1).double() / theirs.sum(1).clamp(min=1),
+        value_recall=(mine & (score >= kth)).sum(1).double() / k,
         gap=torch.where(gap == 0, 0.0, gap / (eps[:, 0] + eps[:, 1])),
         tied=gap == 0,
         band=((score - kth).abs() <= 2 * eps_kth).sum(1),
@@ -148,6 +147,8 @@ def _sides(score: Tensor, runs: list[tuple[int, int]], k: int) -> Tensor:
 
 def _metrics(cut: Cuts) -> dict[str, float]:
     return {
+        **_distribution("recall", cut.recall),
+        **_distribution("value_recall", cut.value_recall),
         "swapped": float(cut.swapped.sum()),
         "unexplained": float(cut.unexplained.sum()),
         "swap_excess": float(cut.excess.clamp(min=0.0).max()),
