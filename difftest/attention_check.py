@@ -1,17 +1,17 @@
 """The isolated check of stage `attention`: every element, every row's error as a whole, and every head's size."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from . import bounds, findings
-from .ball import EVENTS, FAILURE, Ball, quantile
-from .bounds_attention import UNIFORM, RowBall, row_ball
+from .ball import EVENTS, FAILURE, quantile
+from .bounds_attention import UNIFORM, AttentionBall, attention_ball
 from .measured import Measured, named, stride
-from .metrics import Tally
+from .metrics import Locate, Tally
 from .paths.base import Declaration
 from .record import Finding
 from .reference.attention import packed_selection
@@ -20,7 +20,16 @@ from .trace import Trace
 
 TINY = torch.finfo(torch.float64).tiny
 SHARES = 4
-"""Rows are judged one at a time, a millisecond each: 1,024 rows of V4-Flash's 64 heads of 512 are judged whole."""
+"""Rows take ten milliseconds each on a CPU: 1,024 rows of V4-Flash's 64 heads of 512 are judged whole."""
+
+BATCH_ROWS = {"cpu": 4, "cuda": 64}
+"""Rows judged at a time: on a CPU few enough for a core's cache, on a GPU enough to make its launches worth it."""
+
+BATCH_BYTES = 1 << 31
+"""Most that the temporaries of a batch may take."""
+
+SAMPLE_ROWS = 4
+"""Rows whose bits are looked at for an undeclared rounding."""
 
 
 def check_attention(inputs: LayerInputs, trace: Trace, declares: Declaration) -> Measured:
@@ -41,9 +50,9 @@ def check_attention(inputs: LayerInputs, trace: Trace, declares: Declaration) ->
     bad += findings.not_finite("attention.lse", lse.masked_fill(lse == -torch.inf, 0.0), named("row", "head"))
     if bad:
         return Measured(findings=bad)
-    judge = _Judge(declares, inputs.config.num_attention_heads)
-    for row, ball in row_balls(inputs, trace, declares, judged_rows(len(value), value.numel())):
-        judge.add(row, value[row].double(), lse[row].double(), ball)
+    judge = _Judge(declares, inputs.config.num_attention_heads, value.device)
+    for rows, ball in row_balls(inputs, trace, declares, judged_rows(len(value), value.numel())):
+        judge.add(rows, value[rows].double(), lse[rows].double(), ball)
     return judge.measured(distinct_queries(inputs))
 
 
@@ -74,59 +83,97 @@ def judged_rows(rows: int, elements: int) -> list[int]:
 
 
 def row_balls(
-    inputs: LayerInputs, trace: Trace, declares: Declaration, rows: Iterable[int] | None = None
-) -> Iterator[tuple[int, RowBall | None]]:
-    """Rows (all by default) in order with their ball; None for a row without any valid slot."""
+    inputs: LayerInputs, trace: Trace, declares: Declaration, rows: Sequence[int] | None = None
+) -> Iterator[tuple[list[int], AttentionBall | None]]:
+    """Batches of neighbouring rows (all by default) in order with their ball; None for rows without any valid slot."""
     window, compressed = trace["kv"]["window"], trace["kv"]["compressed"]
-    topk = trace.value("topk") if inputs.kind == "csa" else None
-    selected = packed_selection(inputs, topk)
-    sink = inputs.attn_sink.double()
-    for row in range(len(inputs.row_position)) if rows is None else rows:
-        near, far = inputs.window_index[row], selected[row]
-        values = torch.cat((window[near[near >= 0]], compressed[far[far >= 0]])).double()
-        if not len(values):
-            yield row, None
+    selected = packed_selection(inputs, trace.value("topk") if inputs.kind == "csa" else None)
+    latents = torch.cat((window, compressed, window.new_zeros(1, window.shape[1])))
+    chosen = torch.arange(len(selected)) if rows is None else torch.tensor(rows, dtype=torch.int64)
+    at = chosen.to(window.device)
+    far = selected[at]
+    slots = torch.cat((inputs.window_index[at], torch.where(far >= 0, far + len(window), -1)), 1)
+    slots = slots.sort(-1, descending=True).values
+    count = (slots >= 0).sum(-1)
+    counts, limit = count.tolist(), batch_rows(inputs, slots.shape[1])
+    sink, scale = inputs.attn_sink.double(), inputs.config.softmax_scale
+    for part in _batches(counts, limit):
+        batch, width = chosen[part].tolist(), max(counts[part])
+        if not width:
+            yield batch, None
             continue
-        query = bounds.attention_query(inputs, slice(row, row + 1), declares)[0]
-        yield row, row_ball(query, values, sink, inputs.config.softmax_scale, declares)
+        query = bounds.attention_query(inputs, at[part], declares)
+        values = latents[slots[part, :width]]  # -1 is the last of them, all zeros
+        yield batch, attention_ball(query, values, count[part], sink, scale, declares)
+
+
+def batch_rows(inputs: LayerInputs, slots: int) -> int:
+    """Rows of so many slots that are judged at a time: each takes about three fp64 tensors over its slots' latents, a
+    dozen over heads and slots, and two dozen over heads and dims."""
+    heads, width = inputs.config.num_attention_heads, inputs.config.head_dim
+    row = 8 * (3 * slots * width + 12 * heads * slots + 24 * heads * width)
+    return max(1, min(BATCH_ROWS[inputs.attn_query.device.type], BATCH_BYTES // row))
+
+
+def _batches(counts: list[int], limit: int) -> Iterator[slice]:
+    """Neighbours, at most `limit`, with between half and twice as many slots as the first of them: they are padded to
+    the same number."""
+    start = 0
+    for stop in range(1, len(counts) + 1):
+        first = counts[start]
+        if stop == len(counts) or stop - start == limit or not first <= 2 * counts[stop] <= 4 * first:
+            yield slice(start, stop)
+            start = stop
 
 
 @dataclass
 class _Judge:
-    """Accumulates rows."""
+    """Accumulates batches of rows, on their device.
+
+    rows     those with a valid slot so far.   row_excess   error norm over its bound, one tensor [B] a batch.
+    along, size, gain_variance, gain_shift   sums over rows, [A] fp64.   sample   a few rows of got and exact.
+    """
 
     declares: Declaration
     heads: int
-    row_excess: float = 0.0
-    worst_row: int = -1
+    device: torch.device
+    rows: list[int] = field(default_factory=list)
+    row_excess: list[Tensor] = field(default_factory=list)
     found: list[Finding] = field(default_factory=list)
+    sample: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         output = "bf16" if self.declares.output == "bf16" else "fp32"
-        self.value = Tally(output, named("row", "head", "dim"))
-        self.lse = Tally("fp32", named("row", "head"))
-        zeros = torch.zeros(self.heads, dtype=torch.float64)
-        self.along, self.size, self.gain_variance, self.gain_shift = (zeros.clone() for _ in range(4))
-        self.sample: list[tuple[Tensor, Tensor]] = []
+        self.value = Tally(output, self._named("row", "head", "dim"))
+        self.lse = Tally("fp32", self._named("row", "head"))
+        zeros = torch.zeros(4, self.heads, dtype=torch.float64, device=self.device)
+        self.along, self.size, self.gain_variance, self.gain_shift = zeros
 
-    def add(self, row: int, got: Tensor, lse: Tensor, ball: RowBall | None) -> None:
-        """One row: got [A, C], lse [A] fp64."""
+    def _named(self, *axes: str) -> Locate:
+        """Names elements of the tensor of all `rows`."""
+        locate = named(*axes)
+        return lambda index: locate((self.rows[index[0]], *index[1:]))
+
+    def add(self, rows: list[int], got: Tensor, lse: Tensor, ball: AttentionBall | None) -> None:
+        """B rows: got [B, A, C], lse [B, A] fp64."""
         if ball is None:
-            self._empty(row, got, lse)
+            for row, one, its_lse in zip(rows, got, lse, strict=True):
+                self._empty(row, one, its_lse)
             return
-        self.value.add(got[None], Ball(ball.out.mid[None], ball.out.rad[None]), row, terms=ball.terms[None])
-        self.lse.add(lse[None], Ball(ball.lse.mid[None], ball.lse.rad[None]), row)
-        error = got - ball.out.mid
-        bound = error_norm_bound(ball)
-        ratio = float(error.norm()) / bound if bound else (math.inf if bool(error.any()) else 0.0)
-        if ratio > self.row_excess:
-            self.row_excess, self.worst_row = ratio, row
-        self.along += (error * ball.out.mid).sum(-1).cpu()
-        self.size += ball.out.mid.square().sum(-1).cpu()
-        self.gain_variance += ball.gain_variance.cpu()
-        self.gain_shift += ball.gain_shift.cpu()
-        if len(self.sample) < 4:
-            self.sample.append((got, ball.out.mid))
+        start = len(self.rows)
+        self.rows += rows
+        self.value.add(got, ball.out, start, terms=ball.terms)
+        self.lse.add(lse, ball.lse, start)
+        exact = ball.out.mid
+        error = got - exact
+        norm = torch.linalg.vector_norm(error, dim=(-2, -1))
+        self.row_excess.append(torch.where(norm == 0, 0.0, norm / error_norm_bound(ball)))
+        self.along += (error * exact).sum((0, -1))
+        self.size += exact.square().sum((0, -1))
+        self.gain_variance += ball.gain_variance.sum(0)
+        self.gain_shift += ball.gain_shift.sum(0)
+        if start < SAMPLE_ROWS:
+            self.sample.append((got[: SAMPLE_ROWS - start].clone(), exact[: SAMPLE_ROWS - start].clone()))
 
     def _empty(self, row: int, got: Tensor, lse: Tensor) -> None:
         if bool((got != 0).any()):
@@ -139,10 +186,19 @@ class _Judge:
             message = f"row {row} attends to nothing and its log-sum-exp is {float(lse.amax()):g}, not -inf"
             self.found.append(Finding("empty_row", message, {"row": row}))
 
+    def _worst_row(self) -> tuple[float, int]:
+        """The largest ratio of a row's error norm to its bound, and the row; (0, -1) where no row has an error."""
+        if not self.rows:
+            return 0.0, -1
+        ratios = torch.cat(self.row_excess).nan_to_num(nan=0.0, posinf=torch.inf)
+        at = int(ratios.argmax())
+        ratio = float(ratios[at])
+        return ratio, self.rows[at] if ratio else -1
+
     def _granularity(self) -> list[Finding]:
         if self.declares.output == "bf16" or not self.sample:
             return []
-        got, exact = (torch.stack(part) for part in zip(*self.sample, strict=True))
+        got, exact = (torch.cat(part) for part in zip(*self.sample, strict=True))
         return findings.granularity("attention", got, exact)
 
     def _gain(self) -> tuple[float, float, int]:
@@ -161,6 +217,7 @@ class _Judge:
 
     def measured(self, independent: bool) -> Measured:
         value, lse = self.value, self.lse
+        row_excess, worst_row = self._worst_row()
         metrics = {
             "excess": max(value.excess, lse.excess),
             "deviation": value.deviation,
@@ -168,7 +225,7 @@ class _Judge:
             "equal": value.equal_share,
             "lse_error": lse.largest_error,
             "lse_excess": lse.excess,
-            "row_rms": self.row_excess,
+            "row_rms": row_excess,
         }
         limits = {"excess": 1.0, "deviation": value.deviation_allowed, "row_rms": 1.0}
         by_lse = lse.excess > value.excess
@@ -176,7 +233,7 @@ class _Judge:
             "unit": "error / sum|terms|",
             "judged": value.elements,
             "worst_unit": "lse" if by_lse else "output",
-            "worst_row": self.worst_row,
+            "worst_row": worst_row,
         }
         if independent:
             deviation, bound, head = self._gain()
@@ -186,8 +243,8 @@ class _Judge:
         return Measured(metrics, limits, self.found + self._granularity(), worst, "", facts)
 
 
-def error_norm_bound(ball: RowBall) -> float:
-    """Bound of a row's error norm over all heads, failing with probability FAILURE over EVENTS rows.
+def error_norm_bound(ball: AttentionBall) -> Tensor:
+    """Bound [B] of each row's error norm over all heads, failing with probability FAILURE over EVENTS rows.
 
     Norm of the shifts, plus that of a sum of independent vectors: root mean square, plus sqrt(2 t) times the weak
     deviation (Talagrand's inequality for norms of independent sums; t = log(EVENTS / FAILURE)). Errors of different
@@ -195,6 +252,7 @@ def error_norm_bound(ball: RowBall) -> float:
     deviation.
     """
     level = math.log(EVENTS / FAILURE)
-    weak = 2 * level * UNIFORM * float(ball.variance.max())
-    deviation = math.sqrt(float(ball.variance.sum())) + math.sqrt(weak)
-    return math.hypot(*ball.shift.tolist()) + deviation
+    weak = 2 * level * UNIFORM * ball.variance.amax(-1)
+    deviation = ball.variance.sum(-1).sqrt() + weak.sqrt()
+    bound: Tensor = torch.linalg.vector_norm(ball.shift, dim=-1) + deviation
+    return bound

@@ -150,7 +150,7 @@ def latent(
     return flat, round_to(round_to(turned, tail.rotated), tail.transformed)
 
 
-def attention_query(inputs: LayerInputs, rows: slice, declares: Declaration) -> Ball:
+def attention_query(inputs: LayerInputs, rows: slice | Tensor, declares: Declaration) -> Ball:
     """Attention queries [n, A, C] as the dot products read them, every declared rounding applied.
 
     `attention="bf16"` stands for the published norm, whose square, mean, rsqrt and product are bf16 tensors.

@@ -132,25 +132,21 @@ ENDS = ("exact", "low", "high")
 def _attention(inputs: LayerInputs, trace: Trace, declares: Declaration) -> Limits:
     """Limits of output and log-sum-exp; `limit.row_rms` [R], `limit.gain` [A] and `limit.gain_all` as the check has
     them, times the size of the exact output, so that they bound error norms and projections as they are."""
-    heads, width = inputs.config.num_attention_heads, inputs.config.head_dim
-    out, lse, row_limit = [], [], []
+    count, heads, width = len(inputs.row_position), inputs.config.num_attention_heads, inputs.config.head_dim
+    value, sums = Ball.exact(torch.zeros(count, heads, width)), Ball.exact(torch.full((count, heads), -math.inf))
+    row_limit = torch.zeros(count, dtype=torch.float64)
     variance, shift = torch.zeros(heads, dtype=torch.float64), torch.zeros(heads, dtype=torch.float64)
-    for _, ball in row_balls(inputs, trace, declares):
+    for rows, ball in row_balls(inputs, trace, declares):
         if ball is None:
-            out.append(Ball.exact(torch.zeros(heads, width)))
-            lse.append(Ball.exact(torch.full((heads,), -math.inf)))
-            row_limit.append(0.0)
             continue
-        out.append(ball.out)
-        lse.append(ball.lse)
-        row_limit.append(error_norm_bound(ball))
-        variance, shift = variance + ball.gain_variance, shift + ball.gain_shift
-    value = Ball(torch.stack([ball.mid for ball in out]), torch.stack([ball.rad for ball in out]))
-    sums = Ball(torch.stack([ball.mid for ball in lse]), torch.stack([ball.rad for ball in lse]))
+        value.mid[rows], value.rad[rows] = ball.out.mid, ball.out.rad
+        sums.mid[rows], sums.rad[rows] = ball.lse.mid, ball.lse.rad
+        row_limit[rows] = error_norm_bound(ball)
+        variance, shift = variance + ball.gain_variance.sum(0), shift + ball.gain_shift.sum(0)
     return {
         **_plain("value", value, declares.output),
         **_plain("lse", sums, "none"),
-        "limit.row_rms": torch.tensor(row_limit, dtype=torch.float64),
+        "limit.row_rms": row_limit,
         "limit.gain": quantile() * variance.sqrt() + shift,
         "limit.gain_all": (quantile() * variance.sum().sqrt() + shift.sum())[None],
     }
