@@ -128,7 +128,8 @@ struct Index {
   }
 };
 
-// Where an entry of a store comes from: its RoPE position and its slot, negative for none.
+// Where an entry of a store comes from and goes to: its RoPE position and its slot, each negative for none. Told apart so that
+// the row of the table is on its way while the slot still is.
 struct Place {
   int64 position;
   int64 slot;
@@ -138,7 +139,10 @@ struct Place {
 struct Rows {
   Index positions;
   Index slots;
-  __device__ Place operator()(int64 row) const { return {positions[row], slots[row]}; }
+  __device__ Place operator()(int64 row) const {
+    const int64 position = positions[row], slot = slots[row];
+    return {slot < 0 ? -1 : position, slot};
+  }
 };
 
 // SGLang's prefill compress plan, 16 bytes a row: uint32 seq_len (all ones: no entry), uint16 ragged_id, 10 more bytes.
@@ -149,7 +153,7 @@ struct PrefillPlan {
   int ratio;
   __device__ Place operator()(int64 row) const {
     const uint4 item = plan[row];
-    if (item.x == 0xffffffffu) return {0, -1};
+    if (item.x == 0xffffffffu) return {-1, -1};
     return {int64(item.x) - ratio, out_loc[item.y & 0xffffu]};
   }
 };
@@ -161,7 +165,7 @@ struct DecodePlan {
   int ratio;
   __device__ Place operator()(int64 row) const {
     const int64 length = plan[row].x;
-    if (length % ratio != 0) return {0, -1};
+    if (length % ratio != 0) return {-1, -1};
     return {length - ratio, out_loc[row]};
   }
 };
@@ -174,17 +178,18 @@ __device__ __forceinline__ void store_entry(
   const int lane = threadIdx.x % kLanes;
   const int64 row = (int64(blockIdx.x) * blockDim.x + threadIdx.x) / kLanes;
   const bool inside = row < rows;
-  const Place place = inside ? source(row) : Place{0, -1};
   Entry entry = {};
   float squares = 0.0f, turn[kRun] = {}, w[kRuns][kRun];
-  if (inside) {
-#pragma unroll
-    for (int j = 0; j < kRuns; ++j) load(entry.value[j], pooled + row * kDim + j * kRunStride + lane * kRun);
-  }
-  if (place.slot >= 0) load(turn, table + place.position * kRopeDim + lane * kRun);
+  // Loads leave in the order of the program, so those that wait for another one come last.
 #pragma unroll
   for (int j = 0; j < kRuns; ++j) {
+    if (inside) load(entry.value[j], pooled + row * kDim + j * kRunStride + lane * kRun);
     load(w[j], norm_weight + j * kRunStride + lane * kRun);
+  }
+  const Place place = inside ? source(row) : Place{-1, -1};
+  if (place.position >= 0) load(turn, table + place.position * kRopeDim + lane * kRun);
+#pragma unroll
+  for (int j = 0; j < kRuns; ++j) {
 #pragma unroll
     for (int c = 0; c < kRun; ++c) squares += entry.value[j][c] * entry.value[j][c];
   }
@@ -196,7 +201,7 @@ __device__ __forceinline__ void store_entry(
 #pragma unroll
     for (int c = 0; c < kRun; ++c) entry.value[j][c] = entry.value[j][c] * factor * w[j][c];
   }
-  if (place.slot >= 0) rotate(entry, turn);
+  if (place.position >= 0) rotate(entry, turn);
   hadamard(entry, lane);
   if (place.slot >= 0) {
     unsigned char* page = cache + place.slot / kPageEntries * page_stride;
@@ -240,12 +245,17 @@ prepare_query(
   Entry entry = {};
   if (inside) {
     const int64 position = positions[static_cast<uint32>(item) / static_cast<uint32>(heads)];
-    float turn[kRun];
-    load(turn, table + position * kRopeDim + lane * kRun);
     if (weight_out != nullptr && lane == 0) head_weight = weight[item];
+    uint4 words[kRuns];
 #pragma unroll
     for (int j = 0; j < kRuns; ++j) {
-      const uint4 x = *reinterpret_cast<const uint4*>(query + item * kDim + j * kRunStride + lane * kRun);
+      words[j] = *reinterpret_cast<const uint4*>(query + item * kDim + j * kRunStride + lane * kRun);
+    }
+    float turn[kRun];
+    load(turn, table + position * kRopeDim + lane * kRun);
+#pragma unroll
+    for (int j = 0; j < kRuns; ++j) {
+      const uint4 x = words[j];
       float* v = entry.value[j];
       v[0] = low_bf16(x.x);
       v[1] = high_bf16(x.x);

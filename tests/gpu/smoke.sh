@@ -8,6 +8,7 @@ set -u
 work=${WORK:-/tmp/difftest-gpu}
 mkdir -p "$OUT" "$work/site" "$work/logs" "$work/jit"
 tar -C "$work/site" -xJf .gpu/sglang-gpu.tar.xz
+python3 -m compileall -q -j 0 "$work/site" >"$work/logs/compileall.log" 2>&1
 [ -f .cache/jit.tar.xz ] && tar -C "$work/jit" -xJf .cache/jit.tar.xz
 
 # The checkout as an installed package: the folders of pyproject.toml's package-dir, and its entry points.
@@ -30,7 +31,7 @@ groups = (f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in item
 (info / "entry_points.txt").write_text("\n".join(groups))
 PY
 
-export PYTHONPATH="$work/site" PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+export PYTHONPATH="$work/site" PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
 export DIFFTEST_KERNELS_CACHE="$work/jit/kernels" SGLANG_JIT_CACHE_DIR="$work/jit/sglang" TVM_FFI_CACHE_DIR="$work/jit/tvm-ffi" DG_JIT_CACHE_DIR="$work/jit/deep-gemm" TRITON_CACHE_DIR="$work/jit/triton"
 
 step() { # step NAME SECONDS LINES COMMAND...: runs it, keeps its log, prints its last LINES

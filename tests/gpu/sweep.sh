@@ -7,10 +7,11 @@ set -u
 work=${WORK:-/tmp/difftest-sweep}
 mkdir -p "$OUT" "$work/site" "$work/logs" "$work/jit"
 tar -C "$work/site" -xJf .gpu/sglang-gpu.tar.xz
+python3 -m compileall -q -j 0 "$work/site" >"$work/logs/compileall.log" 2>&1
 tar -C "$work/jit" -xJf .cache/jit.tar.xz
 python3 tests/gpu/link_checkout.py "$work/site"
 
-export PYTHONPATH="$work/site" PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 COLUMNS=200 OMP_NUM_THREADS=4
+export PYTHONPATH="$work/site" PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 COLUMNS=200 OMP_NUM_THREADS=4
 export DIFFTEST_KERNELS_CACHE="$work/jit/kernels" SGLANG_JIT_CACHE_DIR="$work/jit/sglang"
 export TVM_FFI_CACHE_DIR="$work/jit/tvm-ffi" DG_JIT_CACHE_DIR="$work/jit/deep-gemm" TRITON_CACHE_DIR="$work/jit/triton"
 
