@@ -28,15 +28,17 @@ def rope_table(config: ModelConfig, kind: LayerKind, positions: Tensor) -> Tenso
 
     positions int64 [n] -> fp32 [n, rope_dim / 2, 2]. Frequencies and angles are made in fp32, as the published
     `model.py` makes its table: `swa` layers use `rope_theta` alone, compressed layers `compress_rope_theta` with YaRN.
+    Always made on the CPU, as SGLang makes its own: a frequency that a GPU's `pow` rounds the other way turns a pair by
+    up to 0.06 rad at position 2^20.
     """
     dim = config.qk_rope_head_dim
     theta = config.rope_theta if kind == "swa" else config.compress_rope_theta
-    exponent = torch.arange(0, dim, 2, dtype=torch.float32, device=positions.device) / dim
+    exponent = torch.arange(0, dim, 2, dtype=torch.float32) / dim
     frequency = 1.0 / theta**exponent
     if kind != "swa":
         frequency = _stretch(frequency, config, theta)
-    angle = positions.to(torch.float32).unsqueeze(-1) * frequency
-    return torch.view_as_real(torch.polar(torch.ones_like(angle), angle))
+    angle = positions.cpu().to(torch.float32).unsqueeze(-1) * frequency
+    return torch.view_as_real(torch.polar(torch.ones_like(angle), angle)).to(positions.device)
 
 
 def _stretch(frequency: Tensor, config: ModelConfig, theta: float) -> Tensor:
