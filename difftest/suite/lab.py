@@ -58,10 +58,15 @@ class Lab:
             self._records[specs[path.name]] = told
             if not told:
                 self._keep(specs[path.name], [killed_record(case.id, layer, case.config.kind(layer), path.name)])
-        for path, result in self._results(plan, case, layer, ready):
-            self._keep(specs[path.name], result.records)
-            if WORKER in os.environ and _poisoned(result.records):
-                os._exit(POISONED)  # the note of this path stays, so the worker that replaces this one passes it over
+        try:
+            for path, result in self._results(plan, case, layer, ready):
+                self._keep(specs[path.name], result.records)
+                if _poisoned(result.records):
+                    _end_worker()
+        except RuntimeError as error:  # a fault of the device may show only when the judge reads what a path left
+            if CUDA_ERROR in str(error):
+                _end_worker()
+            raise
         return self._records
 
     def _told_before(self, case: str, layer: int, path: str) -> list[Record]:
@@ -113,6 +118,12 @@ class Lab:
     def check(self, records: list[Record]) -> None:
         """Raises AssertionError or CannotJudge as the policy says of these records."""
         check_records(records, load_policy(self.policy))
+
+
+def _end_worker() -> None:
+    """Ends a pytest-xdist worker. The note of its path stays, so the worker that replaces it passes that path over."""
+    if WORKER in os.environ:
+        os._exit(POISONED)
 
 
 def _poisoned(records: Sequence[Record]) -> bool:

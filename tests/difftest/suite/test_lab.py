@@ -86,6 +86,24 @@ def test_a_worker_with_a_broken_cuda_context_makes_way_for_another(tmp_path, mon
     assert set(made.run(PLAN, TINY, 0)) == {"oracle", "deepseek"}, "a process that nobody replaces goes on"
 
 
+def test_a_broken_context_that_the_judge_finds_ends_the_worker_too(tmp_path, monkeypatch):
+    def fault(*arguments):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def leave(code):
+        raise SystemExit(code)
+
+    monkeypatch.setattr("difftest.runner.check_isolated", fault)
+    monkeypatch.setattr(os, "_exit", leave)
+    made = Lab("cpu", "default", tmp_path / "records.jsonl", tmp_path)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        made.run(PLAN, TINY, 0)
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
+    with pytest.raises(SystemExit, match="70"):
+        made.run(PLAN, TINY, 1)
+    assert {json.loads(note.read_text())["path"] for note in tmp_path.glob("running-*.json")} == {"oracle"}
+
+
 def test_a_path_that_killed_a_worker_is_not_run_again(tmp_path):
     dead = os.fork()
     if dead == 0:
