@@ -95,6 +95,7 @@ def test_a_broken_context_that_the_judge_finds_ends_the_worker_too(tmp_path, mon
 
     monkeypatch.setattr("difftest.runner.check_isolated", fault)
     monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     made = Lab("cpu", "default", tmp_path / "records.jsonl", tmp_path)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         made.run(PLAN, TINY, 0)
