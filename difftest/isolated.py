@@ -15,6 +15,7 @@ from .measured import Measured, entry_locator, named, plain, stride
 from .metrics import Tally
 from .paths.base import Declaration
 from .record import Finding, Record
+from .reference.chunks import slices
 from .reference.inputs import LayerInputs
 from .selection import Selection, exactness, structure
 from .stages import STAGES, StageName
@@ -127,16 +128,14 @@ def _compressed(inputs: LayerInputs, trace: Trace, declares: Declaration) -> Mea
 
 def _index_k(inputs: LayerInputs, trace: Trace, declares: Declaration) -> Measured:
     pooled = trace.value("compressed")
-    parts = [slice(start, min(start + PIECE, len(pooled))) for start in range(0, len(pooled), PIECE)]
+    parts = list(slices(len(pooled), 1, PIECE))
     parts = parts[:-1][:: stride(pooled.numel())] + parts[-1:]
     pieces = ((part, bounds.index_key(inputs, pooled[part], part, declares)) for part in parts)
     return check_stored("index_k", declares.key.stored, trace["index_k"], entry_locator(inputs), pieces)
 
 
 def _index_q(inputs: LayerInputs, trace: Trace, declares: Declaration) -> Measured:
-    rows = len(inputs.row_position)
-    step = QUERY_ROWS[trace.value("index_q").device.type]
-    parts = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+    parts = slices(len(inputs.row_position), 1, QUERY_ROWS[trace.value("index_q").device.type])
     pieces = ((part, bounds.index_query(inputs, part, declares)) for part in parts)
     return check_stored("index_q", declares.query.stored, trace["index_q"], named("row", "head", "dim"), pieces)
 

@@ -50,7 +50,7 @@ def _stretch(frequency: Tensor, config: ModelConfig, theta: float) -> Tensor:
 
     low = max(math.floor(pair_that_turns(config.rope_beta_fast)), 0)
     high = min(math.ceil(pair_that_turns(config.rope_beta_slow)), dim - 1)
-    pair = torch.arange(dim // 2, dtype=torch.float32, device=frequency.device)
+    pair = torch.arange(dim // 2, dtype=torch.float32)
     keep = 1 - ((pair - low) / (high - low)).clamp(0, 1)
     return frequency / config.rope_factor * (1 - keep) + frequency * keep
 

@@ -10,26 +10,7 @@ mkdir -p "$OUT" "$work/site" "$work/logs" "$work/jit"
 tar -C "$work/site" -xJf .gpu/sglang-gpu.tar.xz
 python3 -m compileall -q -j 0 "$work/site" >"$work/logs/compileall.log" 2>&1
 [ -f .cache/jit.tar.xz ] && tar -C "$work/jit" -xJf .cache/jit.tar.xz
-
-# The checkout as an installed package: the folders of pyproject.toml's package-dir, and its entry points.
-python3 - "$work/site" <<'PY'
-import pathlib, sys, tomllib
-root, site = pathlib.Path.cwd(), pathlib.Path(sys.argv[1])
-project = tomllib.loads((root / "pyproject.toml").read_text())
-package = site / "difftest"
-package.mkdir(exist_ok=True)
-folders = {item.name: item for item in (root / "difftest").iterdir() if item.name != "__pycache__"}
-folders |= {name: root / name for name in ("reference", "kernels", "cases")}
-for name, target in folders.items():
-    (package / name).unlink(missing_ok=True)
-    (package / name).symlink_to(target)
-info = site / "difftest-0.1.0.dist-info"
-info.mkdir(exist_ok=True)
-(info / "METADATA").write_text("Metadata-Version: 2.1\nName: difftest\nVersion: 0.1.0\n")
-points = {**project["project"]["entry-points"], "console_scripts": project["project"]["scripts"]}
-groups = (f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in items.items()) for group, items in points.items())
-(info / "entry_points.txt").write_text("\n".join(groups))
-PY
+python3 tests/gpu/link_checkout.py "$work/site"
 
 export PYTHONPATH="$work/site" PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
 export DIFFTEST_KERNELS_CACHE="$work/jit/kernels" SGLANG_JIT_CACHE_DIR="$work/jit/sglang" TVM_FFI_CACHE_DIR="$work/jit/tvm-ffi" DG_JIT_CACHE_DIR="$work/jit/deep-gemm" TRITON_CACHE_DIR="$work/jit/triton"
